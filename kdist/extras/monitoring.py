@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,11 +136,10 @@ def _by_metric(logs: Mapping[str, Any]) -> dict[str, float]:
     """Samples of loss and metrics; of a metric with several values, one for each."""
     samples: dict[str, float] = {}
     for name, value in logs.items():
-        values: Iterable[float] = np.ravel(value)
         if np.ndim(value) == 0:
             samples[_labels(metric=name)] = float(value)
         else:
-            samples |= {_labels(metric=name, index=str(i)): float(each) for i, each in enumerate(values)}
+            samples |= {_labels(metric=name, index=str(i)): float(each) for i, each in enumerate(np.ravel(value))}
     return samples
 
 

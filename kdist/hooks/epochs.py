@@ -93,11 +93,8 @@ class EpochRecorder(Hook):
             self._has_begun = True
             self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
             self.callbacks.begin(session, self._epoch)
-            if self.resumes and (earlier := self._earlier(session.global_step)):
-                self._set_finished(earlier)
-                self.train_logs = {n: v for n, v in earlier[-1].logs.items() if not n.startswith("val_")}
-                began = earlier[-2].step if len(earlier) > 1 else self.first_step
-                self.num_steps = earlier[-1].step - began
+            if self.resumes:
+                self._continue_history(session)
         else:
             self.callbacks.begin_again(session, self._epoch)
             # Training repeats the others.
@@ -119,8 +116,7 @@ class EpochRecorder(Hook):
         if (following := self._epoch_at(step)) > self._epoch:
             if self.passes is not None and self._is_past_last(following):
                 context.session.request_stop(EPOCHS)
-            self._warn_of_end_of_data(step)
-            self._finish_epoch(context.session, validate=self._is_validation_epoch(), is_complete=True)
+            self._finish_epoch(context.session, is_complete=True)
             self._epoch = following
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
@@ -151,9 +147,7 @@ class EpochRecorder(Hook):
             session.request_stop("the end of the data")
         elif is_last:
             session.request_stop(EPOCHS)
-        if self._totals is not None:
-            self._warn_of_end_of_data(session.global_step)
-            self._finish_epoch(session, validate=self._is_validation_epoch(), is_complete=True)
+        self._finish_epoch(session, is_complete=True)
         if not session.should_stop():
             self.passes.begin_pass()
             self._epoch, self._pass_began = following, session.global_step
@@ -164,7 +158,7 @@ class EpochRecorder(Hook):
 
     def end(self, session: Session) -> None:
         if self._totals is not None:
-            self._finish_epoch(session, validate=True, is_complete=False)
+            self._finish_epoch(session, is_complete=False)
         elif self._validated_step != session.global_step:
             self._run_validation(session)
         self.callbacks.end(session, self._epoch_logs)
@@ -196,9 +190,7 @@ class EpochRecorder(Hook):
     def _epoch_at(self, step: int) -> int:
         if self.passes is not None:
             return self.first_epoch + self.passes.epoch_at(step - self._pass_began)
-        if self.lengths is None:
-            return self.first_epoch
-        return self.first_epoch + self.lengths.epoch_at(step)
+        return self.first_epoch if self.lengths is None else self.first_epoch + self.lengths.epoch_at(step)
 
     def _batch_at(self, step: int) -> int:
         if self.passes is not None:
@@ -207,10 +199,8 @@ class EpochRecorder(Hook):
         return step - self.first_step if self.lengths is None else self.lengths.batch_at(step)
 
     def _is_validation_epoch(self) -> bool:
-        epoch = self._epoch + 1
-        if isinstance(self.validation_freq, int):
-            return epoch % self.validation_freq == 0
-        return epoch in self.validation_freq
+        epoch, freq = self._epoch + 1, self.validation_freq
+        return epoch % freq == 0 if isinstance(freq, int) else epoch in freq
 
     def _warn_of_end_of_data(self, step: int) -> None:
         """Warns, as Keras does, of an epoch that the data has ended at a step."""
@@ -226,16 +216,19 @@ class EpochRecorder(Hook):
                 "(steps_per_epoch); for epochs of one length, repeat it: dataset.repeat()"
             )
 
-    def _finish_epoch(self, session: Session, *, validate: bool, is_complete: bool) -> None:
+    def _finish_epoch(self, session: Session, *, is_complete: bool) -> None:
+        """Reports the steps since the last epoch, if any; the last ones of a run are always validated."""
         if self._totals is None:
             return
+        if is_complete:
+            self._warn_of_end_of_data(session.global_step)
         self._end_batch(session)
         self.train_logs = session.training_logs(self._totals)
         self._kept, self._totals = self._totals.reset(), None
         self.num_steps, self._steps_in_totals = self._steps_in_totals, 0
         logs = dict(self.train_logs)
         session.summaries.epoch("train", logs, session.global_step)
-        if validate and self._run_validation(session):
+        if (not is_complete or self._is_validation_epoch()) and self._run_validation(session):
             logs |= {f"val_{name}": value for name, value in self.validation_logs.items()}
         if self._have_an_end and self._finished and self._finished[-1].epoch == self._epoch:
             # The run before this one was stopped in the middle of it.
@@ -250,15 +243,19 @@ class EpochRecorder(Hook):
         if self.prints_epochs and is_complete:
             session.print_line(lines.epoch_line(self._epoch + 1, self.epochs, session.global_step, {**logs, **told}))
 
-    def _earlier(self, step: int) -> list[Epoch]:
-        """The epochs of the run that is resumed at `step`."""
-        return epochs_of(
+    def _continue_history(self, session: Session) -> None:
+        """Begins with the epochs of the run that is resumed."""
+        earlier = epochs_of(
             self.metrics.earlier_rows,
             after=self.first_step,
-            until=step,
+            until=session.global_step,
             are_complete=self._have_an_end,
             with_learning_rate=self.callbacks.logs_learning_rate,
         )
+        if earlier:
+            self._set_finished(earlier)
+            self.train_logs = {n: v for n, v in earlier[-1].logs.items() if not n.startswith("val_")}
+            self.num_steps = earlier[-1].step - (earlier[-2].step if len(earlier) > 1 else self.first_step)
 
     def _set_finished(self, epochs: Sequence[Epoch]) -> None:
         self._finished = list(epochs)

@@ -90,7 +90,7 @@ class Callbacks:
         self._has_averages = False
 
     def begin(self, session: Session, epoch: int) -> None:
-        """Training starts at `epoch`.
+        """Begins training at `epoch`.
 
         Raises:
             ConfigError: a callback keeps weights, and the model stays on its servers, or has more than weights.
@@ -108,7 +108,7 @@ class Callbacks:
         self._begin_epoch(session, epoch)
 
     def begin_again(self, session: Session, epoch: int) -> None:
-        """Training resumes at `epoch` after a failure of the cluster."""
+        """Resumes training at `epoch` after a failure of the cluster."""
         self.pull(session)
         if self._has_ended:
             # It failed before the end was saved, and callbacks have closed their files.
@@ -117,25 +117,25 @@ class Callbacks:
         self._begin_epoch(session, epoch)
 
     def begin_batch(self, session: Session, batch: int) -> None:
-        """The first step of a batch is about to run."""
+        """Called before the first step of a batch."""
         self.list.on_train_batch_begin(batch)
         self.push(session)
 
     def end_batch(self, session: Session, batch: int, logs: Mapping[str, Any]) -> None:
-        """The last step of a batch has ended; `logs` are over its epoch so far."""
+        """Called after the last step of a batch; `logs` cover its epoch so far."""
         self.pull(session)
         self.list.on_train_batch_end(batch, dict(logs))
         self.push(session)
 
     def end_epoch(self, session: Session, epoch: int, logs: dict[str, float]) -> None:
-        """An epoch has ended, and the next one starts unless training is to stop. Callbacks may add to `logs`."""
+        """Ends an epoch, and begins the next one unless training stops. Callbacks may add to `logs`."""
         self.pull(session)
         self.list.on_epoch_end(epoch, logs)
         self._stop_if_asked(session)
         self._begin_epoch(session, epoch + 1)
 
     def end(self, session: Session, logs: Mapping[str, Any]) -> None:
-        """Training has ended: as in Keras, the model has the moving averages of its parameters, if it keeps any."""
+        """Ends training: as in Keras, the model has the moving averages of its parameters, if it keeps any."""
         self.pull(session)
         self._has_averages = not session.interrupted and not session.spec.stays_on_servers()
         if self._has_averages:
@@ -183,8 +183,7 @@ class Callbacks:
             changed = {n: v for n, v in now.items() if n in kept and not np.array_equal(v, self._seen[n])}
             if self._has_averages:
                 # Otherwise the average would take the place of what a callback has assigned.
-                averages = {average_of(name): value for name, value in changed.items()}
-                changed |= {name: value for name, value in averages.items() if name in kept}
+                changed |= {average_of(n): v for n, v in changed.items() if average_of(n) in kept}
             if changed:
                 session.write(changed)
                 self._seen = now
@@ -226,9 +225,9 @@ def checked(callbacks: CallbackOrSeveral | None) -> list[Callback]:
 def as_hooks(callbacks: Sequence[Callback], hooks: Sequence[Hook]) -> tuple[list[Callback], list[Hook]]:
     """Turns callbacks that have an equivalent hook into hooks; returns the other callbacks, and all hooks."""
     stop = [callback for callback in callbacks if type(callback) is keras.callbacks.TerminateOnNaN]
-    if not stop:
-        return list(callbacks), list(hooks)
     others = [callback for callback in callbacks if callback not in stop]
+    if not stop:
+        return others, list(hooks)
     return others, [_TerminateOnNaN(stop), *(hook for hook in hooks if not isinstance(hook, NanTensor))]
 
 

@@ -48,7 +48,7 @@ class MetricsRecorder(Hook):
         self._write(session, VALIDATION, self.epoch_of(session.global_step), logs)
 
     def end_epoch(self, session: Session, epoch: int, logs: Mapping[str, Any]) -> None:
-        """An epoch has ended; `logs` are what `History` has of it."""
+        """Writes the line of an epoch; `logs` are its values in `History`."""
         self._write(session, EPOCH, epoch, logs, self._in_epoch, self._in_epoch.steps_per_second)
         self._in_epoch = RunStatistics()
 

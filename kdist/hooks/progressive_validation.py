@@ -46,12 +46,11 @@ class ProgressiveValidation(Hook):
 
     def __init__(self, window: int = 100_000, metrics: Sequence[str] | None = None) -> None:
         check_whole_number("ProgressiveValidation.window", window, required=True)
-        for metric in [metrics] if isinstance(metrics, str) else metrics or ():
-            if not isinstance(metric, str) or isinstance(metrics, str):
-                raise ConfigError(
-                    f"ProgressiveValidation.metrics={metrics}: must be a list of names of metrics that the model is "
-                    "compiled with"
-                )
+        if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics or ()):
+            raise ConfigError(
+                f"ProgressiveValidation.metrics={metrics}: must be a list of names of metrics that the model is "
+                "compiled with"
+            )
         self._size = window
         self._metrics = None if metrics is None else list(metrics)
         self._begin_window()
@@ -79,11 +78,8 @@ class ProgressiveValidation(Hook):
         if self._logs is None:
             totals = self._window.totals
             found = {} if totals is None else totals.logs
-            self._logs = {PREFIX + name: found[name] for name in self._names(found)}
+            wanted = list(found) if self._metrics is None or not found else self._metrics
+            if unknown := [name for name in wanted if name not in found]:
+                raise ConfigError(f"ProgressiveValidation.metrics={unknown[0]}: the model reports {', '.join(found)}")
+            self._logs = {PREFIX + name: found[name] for name in wanted}
         return self._logs
-
-    def _names(self, found: Logs) -> Sequence[str]:
-        wanted = list(found) if self._metrics is None or not found else self._metrics
-        if unknown := [name for name in wanted if name not in found]:
-            raise ConfigError(f"ProgressiveValidation.metrics={unknown[0]}: the model reports {', '.join(found)}")
-        return wanted
