@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +49,9 @@ class Tracker(Hook, abc.ABC):
         self._extra = extra
         self._save_model = save_model
         self._timeout = timeout
-        #: Calls for the thread; None between two fits.
-        self._calls: queue.Queue[tuple[Callable[[], None], Future[None]] | None] | None = None
+        #: The thread, and calls for it; None between two fits.
+        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._error: Exception | None = None
 
     @abc.abstractmethod
@@ -92,9 +91,10 @@ class Tracker(Hook, abc.ABC):
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         self._run_dir = run_dir
-        self._calls = queue.Queue()
+        self._calls = queue.SimpleQueue()
         self._error = None
-        threading.Thread(target=self._work, args=[self._calls], daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=[self._calls], daemon=True)
+        self._thread.start()
         self._send(partial(self._start_here, result))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -112,15 +112,16 @@ class Tracker(Hook, abc.ABC):
         self._send(partial(self._log, metrics, session.global_step))
 
     def after_fit(self, result: Result) -> None:
-        if self._calls is None:
+        if self._thread is None or self._calls is None:
             # Another hook has failed before this one began.
             return
         names = ["result.json", "metrics.csv", "placement.png", *(["model.keras"] if self._save_model else [])]
         paths = [self._run_dir / name for name in names]
-        ended = self._send(partial(self._finish, result, [path for path in paths if path.exists()]))
+        self._send(partial(self._finish, result, [path for path in paths if path.exists()]))
         self._calls.put(None)
-        self._calls = None
-        if wait_for([ended], self._timeout).not_done:
+        thread, self._thread, self._calls = self._thread, None, None
+        thread.join(self._timeout)
+        if thread.is_alive():
             name = type(self).__name__
             warn(f"{name}: the tracker did not confirm the end of the run within {self._timeout:g} s ({name}.timeout)")
         else:
@@ -132,23 +133,19 @@ class Tracker(Hook, abc.ABC):
         with written_whole(file) as path:
             path.write_text(json.dumps(dict(self._start(earlier, result))))
 
-    def _send(self, call: Callable[[], None]) -> Future[None]:
+    def _send(self, call: Callable[[], None]) -> None:
         """Lets the thread make a call, unless an earlier one has failed."""
-        done: Future[None] = Future()
         assert self._calls is not None
-        self._calls.put((call, done))
-        return done
+        self._calls.put(call)
 
-    def _work(self, calls: queue.Queue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    def _work(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         has_failed = False
-        while (item := calls.get()) is not None:
-            call, done = item
+        while (call := calls.get()) is not None:
             try:
                 if not has_failed:
                     call()
             except Exception as error:  # noqa: BLE001 - whatever a network or a package may raise
                 self._error, has_failed = error, True
-            done.set_result(None)
 
     def _report_error(self) -> None:
         if (error := self._error) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.console import lines
 from kdist.errors import CheckpointError
@@ -13,10 +13,7 @@ from kdist.hooks.early_stopping import MonitoringHook
 from kdist.log import warn
 from kdist.storage.files import write_whole
 
-if TYPE_CHECKING:
-    from kdist.run.checkpoint import Checkpoints
-
-_FOLDER, _RECORD = "best", "validation.json"
+_RECORD = "validation.json"
 
 
 class BestCheckpoint(MonitoringHook):
@@ -33,6 +30,8 @@ class BestCheckpoint(MonitoringHook):
         ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
     """
 
+    _folder = "best"
+
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
         super().__init__(metric, mode, 0.0)
         self._has_begun = False
@@ -42,7 +41,7 @@ class BestCheckpoint(MonitoringHook):
         self._has_begun = False
 
     def after_create_session(self, session: Session) -> None:
-        record = session.run_dir / _FOLDER / _RECORD
+        record = session.run_dir / self._folder / _RECORD
         # After a failure of the cluster, the files are those of this run, even if training starts over.
         if not self._has_begun and record.exists():
             if session.global_step:
@@ -50,7 +49,7 @@ class BestCheckpoint(MonitoringHook):
                 self.best = self.value(known["validation"])
             else:
                 # It belongs to another run in this folder.
-                _best(session).set_aside()
+                self._kept(session).set_aside()
         self._has_begun = True
 
     def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
@@ -64,14 +63,7 @@ class BestCheckpoint(MonitoringHook):
             warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
 
     def _save(self, session: Session, logs: Mapping[str, Any]) -> None:
-        # In the middle of asynchronous training there may be more steps than the hooks have seen.
-        step, checkpoints = session.strategy.values.global_step(), _best(session)
-        path = checkpoints.write(step, session.strategy.values)
-        checkpoints.keep_only(step)
+        step, path = self._keep(session)
         record = {"global_step": step, "validation": dict(logs)}
-        write_whole(session.run_dir / _FOLDER / _RECORD, json.dumps(record, indent=2) + "\n")
+        write_whole(session.run_dir / self._folder / _RECORD, json.dumps(record, indent=2) + "\n")
         session.print_line(lines.save_line(step, session.last_step, path))
-
-
-def _best(session: Session) -> Checkpoints:
-    return session.checkpoints.beside(_FOLDER)

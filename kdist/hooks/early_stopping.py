@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kdist.config.checks import check_whole_number
 from kdist.console import lines
@@ -41,6 +42,9 @@ class MonitoringHook(Hook, abc.ABC):
         ConfigError: a value is out of range; from `begin`: nothing reports the metric; from `is_better`: there is no
             such metric, or its better values are not known.
     """
+
+    #: Beside the checkpoints of the run, for those of the best values.
+    _folder: ClassVar[str]
 
     def __init__(self, metric: str, mode: str, min_delta: float) -> None:
         owner = type(self).__name__
@@ -98,6 +102,17 @@ class MonitoringHook(Hook, abc.ABC):
         self.best = value
         return True
 
+    def _kept(self, session: Session) -> Checkpoints:
+        return session.checkpoints.beside(self._folder)
+
+    def _keep(self, session: Session) -> tuple[int, Path]:
+        """Saves the present values in the place of earlier ones; returns their step and their checkpoint."""
+        # In the middle of asynchronous training there may be more steps than the hooks have seen.
+        step, kept = session.strategy.values.global_step(), self._kept(session)
+        path = kept.write(step, session.strategy.values)
+        kept.keep_only(step)
+        return step, path
+
 
 class EarlyStopping(MonitoringHook):
     """Stops when a validation metric has not improved for some validations.
@@ -115,6 +130,8 @@ class EarlyStopping(MonitoringHook):
         ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
         CheckpointError: from `after_validation`: values cannot be saved; from `end`: they cannot be restored.
     """
+
+    _folder = "early_stopping"
 
     def __init__(
         self,
@@ -140,7 +157,7 @@ class EarlyStopping(MonitoringHook):
         if self.is_better(session, logs):
             self._waited = 0
             if self._restore_best:
-                self._keep(session, logs)
+                self._best_validation = self._keep(session)[0], dict(logs)
             return
         self._waited += 1
         if self._waited >= self._patience:
@@ -152,18 +169,7 @@ class EarlyStopping(MonitoringHook):
             return
         step, logs = self._best_validation
         if step != session.global_step:
-            session.restore_values(_kept(session))
+            session.restore_values(self._kept(session))
             session.print_line(lines.best_line(session.global_step, session.last_step, step))
             if not self._is_progressive:
                 session.publish_validation(logs)
-
-    def _keep(self, session: Session, logs: Mapping[str, Any]) -> None:
-        # In the middle of asynchronous training there may be more steps than the hooks have seen.
-        step = session.strategy.values.global_step()
-        _kept(session).write(step, session.strategy.values)
-        _kept(session).keep_only(step)
-        self._best_validation = step, dict(logs)
-
-
-def _kept(session: Session) -> Checkpoints:
-    return session.checkpoints.beside("early_stopping")
