@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kdist.cluster.processes.child import Child, end_children, start_child
-from kdist.config.checks import check_whole_number
+from kdist.config.checks import check_one_of, check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
@@ -65,8 +65,7 @@ class SignalTask(Drill):
     def __init__(self, at_step: int, task: str, number: str = "KILL") -> None:
         super().__init__(at_step)
         self._task = task
-        if number not in _SIGNALS:
-            raise ConfigError(f"drill.number={number}: choose one of {', '.join(_SIGNALS)}")
+        check_one_of("drill.number", number, list(_SIGNALS))
         self._signal = _SIGNALS[number]
 
     def inject(self, session: Session) -> str:

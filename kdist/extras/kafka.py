@@ -161,7 +161,6 @@ _ASK_SECS = 5.0
 _READ_SECS = 60.0
 _WAIT_SECS = 1.0
 _MESSAGES_AT_ONCE = 1000
-_NAME = re.compile(r"(?P<topic>.+)\[(?P<partition>\d+)\] (?P<begin>\d+)-(?P<end>\d+)")
 
 
 @dataclass(frozen=True)
@@ -179,10 +178,9 @@ class Messages:
     @classmethod
     def named(cls, name: str) -> Messages:
         """Undoes `str`."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(f"{name}: is no run of messages")
-        return cls(match["topic"], *(int(match[part]) for part in ("partition", "begin", "end")))
+        topic, _, numbers = name.rpartition("[")
+        partition, begin, end = map(int, re.findall(r"\d+", numbers))
+        return cls(topic, partition, begin, end)
 
 
 class Client:

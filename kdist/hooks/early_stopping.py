@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kdist.config.checks import check_whole_number
+from kdist.config.checks import check_one_of, check_whole_number
 from kdist.console import lines
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, Session
@@ -21,9 +21,6 @@ from kdist.run.statistics import mode_of
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
-
-
-_MODES = ("auto", "min", "max")
 
 
 class MonitoringHook(Hook, abc.ABC):
@@ -48,8 +45,7 @@ class MonitoringHook(Hook, abc.ABC):
 
     def __init__(self, metric: str, mode: str, min_delta: float) -> None:
         owner = type(self).__name__
-        if mode not in _MODES:
-            raise ConfigError(f"{owner}.mode={mode}: choose one of {', '.join(_MODES)}")
+        check_one_of(f"{owner}.mode", mode, ("auto", "min", "max"))
         if not min_delta >= 0:
             raise ConfigError(f"{owner}.min_delta={min_delta}: must be at least 0")
         #: Begins the messages of errors.

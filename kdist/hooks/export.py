@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kdist.config.checks import check_one_of
 from kdist.console import lines
-from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.timer import SecondOrStepTimer
 from kdist.log import warn
 from kdist.storage.tensorflow_paths import literal_path
-
-_FORMATS = ("tf_saved_model", "onnx", "openvino")
 
 
 class Export(Hook):
@@ -43,8 +41,7 @@ class Export(Hook):
         every_secs: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if format not in _FORMATS:
-            raise ConfigError(f"Export.format={format}: choose one of {', '.join(_FORMATS)}")
+        check_one_of("Export.format", format, ("tf_saved_model", "onnx", "openvino"))
         self._folder = folder
         self._format = format
         self._timer: SecondOrStepTimer | None = None

@@ -35,12 +35,10 @@ class HistogramSaver(TimedHook):
     ) -> None:
         super().__init__(every_steps, every_secs)
         self._gradients = gradients
+
+    def _forget(self) -> None:
         self._make: Any = None
         self._batches: Iterator[Any] | None = None
-
-    def after_create_session(self, session: Session) -> None:
-        super().after_create_session(session)
-        self._make = self._batches = None
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         if self._timer.due(values.global_step):
@@ -52,7 +50,7 @@ class HistogramSaver(TimedHook):
         return self.due_in(step)
 
     def close(self) -> None:
-        self._make = self._batches = None
+        self._forget()
 
     def _write(self, session: Session) -> None:
         from kdist.model.state import write_to_model
