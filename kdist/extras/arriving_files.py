@@ -27,7 +27,7 @@ END_FILE = "_END"
 #: Files of these names are not complete, or are no data.
 _HIDDEN = (".", "_")
 _UNFINISHED = ".tmp"
-_FORMATS = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "csv": "csv", "parquet": "parquet"}
+_KINDS = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "csv": "csv", "parquet": "parquet"}
 
 
 def arriving_files(
@@ -67,25 +67,28 @@ def arriving_files(
     folder = Path(folder).absolute()
     if not folder.is_dir():
         raise ConfigError(f"folder={folder}: there is no such folder")
-    format_name = _format_of(pattern)
-    if format_name == "csv" and columns is None:
+    kind = _kind_of(pattern)
+    if kind == "csv" and columns is None:
         raise ConfigError(f"pattern={pattern}: CSV files need columns, as {{'label': 'int64', 'price': 'float32'}}")
-    if format_name == "tfrecord" and columns is not None:
+    if kind == "tfrecord" and columns is not None:
         raise ConfigError(f"columns: TFRecord files have none; parse={getattr(parse, '__name__', parse)} decodes them")
-    if format_name == "parquet":
+    if kind == "parquet":
         parquet.require_pyarrow()
-    dtypes = None if columns is None else _dtypes(columns)
-    return ArrivingFiles(folder, pattern, format_name, parse, dtypes, idle_secs, poll_secs)
+    file_format: FileFormat | None = TfRecords() if kind == "tfrecord" else None
+    if columns is not None:
+        dtypes = _dtypes(columns)
+        file_format = Csv(dtypes) if kind == "csv" else Parquet({name: dtype.name for name, dtype in dtypes.items()})
+    return ArrivingFiles(folder, pattern, file_format, parse, idle_secs, poll_secs)
 
 
-def _format_of(pattern: str) -> str:
+def _kind_of(pattern: str) -> str:
     name, is_compressed = (pattern[:-3], True) if pattern.endswith(".gz") else (pattern, False)
-    format_name = _FORMATS.get(name.rpartition(".")[2])
-    if "/" in pattern or format_name is None or (is_compressed and format_name == "parquet"):
+    kind = _KINDS.get(name.rpartition(".")[2])
+    if "/" in pattern or kind is None or (is_compressed and kind == "parquet"):
         raise ConfigError(
             f"pattern={pattern}: must be of names of files, and end in .tfrecord, .csv (also with .gz) or .parquet"
         )
-    return format_name
+    return kind
 
 
 def _dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
@@ -99,13 +102,12 @@ def _dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
 
 @dataclass(frozen=True)
 class ArrivingFiles(SplitSource):
-    """The source that `arriving_files` returns."""
+    """The source that `arriving_files` returns; without a format, the first file has the columns of all."""
 
     folder: Path
     pattern: str
-    format_name: str
+    given_format: FileFormat | None
     parse: Callable[[Any], Any]
-    dtypes: Mapping[str, tf.DType] | None
     idle_secs: float
     poll_secs: float
 
@@ -125,12 +127,8 @@ class ArrivingFiles(SplitSource):
         Raises:
             ConfigError: the first file has the columns, and there is none.
         """
-        if self.format_name == "tfrecord":
-            return TfRecords()
-        if self.format_name == "csv":
-            return Csv(self.dtypes or {})
-        if self.dtypes is not None:
-            return Parquet({name: dtype.name for name, dtype in self.dtypes.items()})
+        if self.given_format is not None:
+            return self.given_format
         for name in self.names():
             try:
                 return Parquet.like(self.folder / name)
@@ -152,11 +150,7 @@ class ArrivingFiles(SplitSource):
 
 
 class FolderEnumerator(SplitEnumerator):
-    """Finds files in a folder; a split is a file, by its name.
-
-    Args:
-        files: which ones.
-    """
+    """Finds files in a folder; a split is a file, by its name."""
 
     def __init__(self, files: ArrivingFiles) -> None:
         self.place = f"{files.folder}{os.sep}{files.pattern}"

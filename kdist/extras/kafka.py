@@ -154,7 +154,7 @@ class TopicEnumerator(SplitEnumerator):
         self._found = {int(partition): offset for partition, offset in state.items()}
 
 
-#: What workers read of each message, and the dtype.
+#: The fields of a message that workers read, and their dtypes.
 FIELDS = {"value": "string", "key": "string", "timestamp": "int64", "partition": "int64", "offset": "int64"}
 
 _ASK_SECS = 5.0

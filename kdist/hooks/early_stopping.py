@@ -40,7 +40,7 @@ class MonitoringHook(Hook, abc.ABC):
             such metric, or its better values are not known.
     """
 
-    #: Beside the checkpoints of the run, for those of the best values.
+    #: The folder of the best values, beside the checkpoints of the run.
     _folder: ClassVar[str]
 
     def __init__(self, metric: str, mode: str, min_delta: float) -> None:

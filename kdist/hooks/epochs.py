@@ -47,8 +47,8 @@ class EpochRecorder(Hook):
 
     Attributes:
         train_logs: loss and metrics of the last epoch, or of the part of it that was trained.
-        num_steps: how many steps these are of.
-        validation_logs: those of the last validation.
+        num_steps: the number of steps in `train_logs`.
+        validation_logs: loss and metrics of the last validation.
     """
 
     history: keras.callbacks.History
@@ -81,7 +81,7 @@ class EpochRecorder(Hook):
             self._pass_began -= self.passes.num_read
         self._epoch = self._epoch_at(session.global_step)
         self._totals: MetricTotals | None = None
-        #: What metrics keep of earlier epochs: nothing, unless they are not reset.
+        #: Totals of earlier epochs, of metrics that are not reset.
         self._kept: MetricTotals | None = None
         self._steps_in_totals = self._steps_in_batch = 0
         self._validated_step: int | None = None
@@ -153,7 +153,7 @@ class EpochRecorder(Hook):
             self._epoch, self._pass_began = following, session.global_step
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
-        # Its own, or that of values that another hook has restored.
+        # Also of values that another hook has restored.
         self.validation_logs, self._validated_step = dict(logs), session.global_step
 
     def end(self, session: Session) -> None:
@@ -181,7 +181,7 @@ class EpochRecorder(Hook):
 
     @property
     def _have_an_end(self) -> bool:
-        """Whether epochs have a known length, or are passes."""
+        """True if epochs have a known length, or are passes."""
         return self.lengths is not None or self.passes is not None
 
     def _is_past_last(self, epoch: int) -> bool:

@@ -49,7 +49,7 @@ class Callbacks:
 
     Before an event, the chief's model gets the tasks' values, as far as the callbacks may look at them: callbacks that
     only set the learning rate get no more than that, and the large variables of a model that stays on its servers
-    remain there. What callbacks change in it (learning rate, weights, slots) is sent back, and `model.stop_training`
+    remain there. Their changes to it (learning rate, weights, slots) are sent back, and `model.stop_training`
     ends the session.
 
     Args:
@@ -260,5 +260,5 @@ def _needs_logs_only(callback: Callback) -> bool:
 
 
 def acts_on_any(callback: Callback, events: Sequence[str]) -> bool:
-    """Whether a callback acts on one of these events."""
+    """True if a callback acts on one of these events."""
     return any(acts_on(callback, event) for event in events)

@@ -20,7 +20,7 @@ class MetricsRecorder(Hook):
 
     Attributes:
         epoch_of: the number of the epoch, from 0, to which a step belongs.
-        earlier_rows: those of the steps before the present session, or before its last recovery.
+        earlier_rows: rows of the steps before the present session, or before its last recovery.
     """
 
     def __init__(self, file: MetricsFile, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class MetricsRecorder(Hook):
 
     def after_create_session(self, session: Session) -> None:
         rows = self.earlier_rows = self._file.begin(session.global_step)
-        # The time goes on from that of the last row.
+        # The time continues from the last row.
         self._began = self._clock() - (rows[-1].get("seconds", 0.0) if rows else 0.0)
         self._since_report, self._in_epoch = RunStatistics(), RunStatistics()
 
