@@ -99,11 +99,6 @@ class PassQueue(Splits, Passes):
                 self._waiting.extend(Split(f"part {i} of {self._num_parts}") for i in range(1, self._num_parts + 1))
             return bool(self._waiting)
 
-    def assign(self, worker: int) -> Split:
-        with self._changed:
-            split: Split = self._take(worker)
-            return split
-
     @property
     def num_read(self) -> int:
         with self._changed:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -102,8 +102,7 @@ class FeedQueue(Splits, Passes):
         with self._changed:
             if worker not in self._reading and not self._wait_for(1):
                 raise NothingToRead
-            batch: Batch = self._take(worker)
-            return batch
+            return cast(Batch, super().assign(worker))
 
     def advance(self, worker: int) -> None:
         with self._changed:

@@ -86,22 +86,20 @@ class Splits(abc.ABC):
     def look(self) -> bool:
         """True if a split waits for a worker; called in the thread that runs the training loop."""
 
-    @abc.abstractmethod
     def assign(self, worker: int) -> Split:
         """The split of a worker: the one that it has, or the next one.
 
         Raises:
             NothingToRead: there is none.
         """
-
-    def _take(self, worker: int) -> Any:
-        """As `assign`, of the splits that wait; called with the lock."""
-        if worker not in self._reading:
-            if not self._waiting:
-                raise NothingToRead
-            self._reading[worker] = self._waiting.popleft()
-            self._changed.notify_all()
-        return self._reading[worker]
+        with self._changed:
+            if worker not in self._reading:
+                if not self._waiting:
+                    raise NothingToRead
+                self._reading[worker] = self._waiting.popleft()
+                self._changed.notify_all()
+            split: Split = self._reading[worker]
+            return split
 
     def split_of(self, worker: int) -> Split | None:
         """The split that a worker is reading."""
@@ -287,7 +285,7 @@ class SplitQueue(Splits):
         while True:
             with self._changed:
                 is_new = worker not in self._reading
-                split: Split = self._take(worker)
+                split = super().assign(worker)
                 if not is_new:
                     return split
                 self._idle_since = None

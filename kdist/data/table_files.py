@@ -34,9 +34,8 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: is no {path.suffix[1:]} file that can be read: {error}") from error
-    if len({len(array) if array.ndim else None for array in arrays.values()}) != 1 or not len(
-        next(iter(arrays.values()))
-    ):
+    lengths = {array.shape[:1] for array in arrays.values()}
+    if len(lengths) != 1 or lengths <= {(), (0,)}:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
         raise ConfigError(f"{path}: must have the same number of rows, at least 1, in all arrays; it has {shapes}")
     return arrays

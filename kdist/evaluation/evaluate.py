@@ -140,14 +140,11 @@ class WorkerPool:
         shards = shards_for(model, data, batch_size, self.num_workers)
         if shards is None:
             return None
-        evaluation = MetricsOnWorkers(model, shards)
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_test_begin()
-        results = self._run(model, evaluation)
-        if results is None:
-            return None
-        logs = evaluation.logs(results)
-        listed.on_test_end(dict(logs))
+        logs: Logs | None = self._run(model, MetricsOnWorkers(model, shards))
+        if logs is not None:
+            listed.on_test_end(dict(logs))
         return logs
 
     def predict(
@@ -160,20 +157,18 @@ class WorkerPool:
         shards = shards_of(x, None, None, batch_size, self.num_workers)
         if shards is None:
             return None
-        prediction = OutputsOnWorkers(model, shards)
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_predict_begin()
-        results = self._run(model, prediction)
-        if results is None:
-            return None
-        listed.on_predict_end()
-        return prediction.outputs(results)
+        outputs = self._run(model, OutputsOnWorkers(model, shards))
+        if outputs is not None:
+            listed.on_predict_end()
+        return outputs
 
     def _can_give(self, model: keras.Model) -> bool:
         """True if workers can get all values of the model."""
         return self.training is not None or not rows_cannot_be_sent(model)
 
-    def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> list[Any] | None:
+    def _run(self, model: keras.Model, evaluation: MetricsOnWorkers | OutputsOnWorkers) -> Any:
         with reserved():
             strategy = self.make_strategy()
             try:
@@ -182,8 +177,8 @@ class WorkerPool:
                 else:
                     evaluation.values = read_from_model(model)
                     strategy.start_tasks(self.log_dir, self.grace_secs)
-                results: list[Any] | None = strategy.on_workers(evaluation)
-                return results
+                results = strategy.on_workers(evaluation)
+                return None if results is None else evaluation.join(results)
             except NeedsWholeTable:
                 return None
             finally:
@@ -325,7 +320,7 @@ class Validator:
             results = session.strategy.on_workers(evaluation)
         if results is None:
             return None
-        logs = evaluation.logs(results)
+        logs = evaluation.join(results)
         if callbacks is not None:
             callbacks.list.on_test_end(dict(logs))
             callbacks.push(session)

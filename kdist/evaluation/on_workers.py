@@ -249,8 +249,8 @@ class MetricsOnWorkers(_OnWorkers):
         super().__init__(model, shards)
         self._reader = MetricReader(model)
 
-    def logs(self, results: Sequence[np.ndarray]) -> Logs:
-        """Loss and metrics of the whole, loss first."""
+    def join(self, results: Sequence[np.ndarray]) -> Logs:
+        """Loss and metrics of all shards, loss first."""
         rows, initial = np.stack(results), self._reader.initial_values
         split = np.split(rows, np.cumsum([value.size for value in initial])[:-1], axis=1)
         values = [columns.reshape(len(rows), *value.shape) for columns, value in zip(split, initial)]
@@ -276,8 +276,8 @@ class OutputsOnWorkers(_OnWorkers):
     """The outputs of a shard, in its order."""
 
     @staticmethod
-    def outputs(results: Sequence[Any]) -> Any:
-        """The outputs of the whole."""
+    def join(results: Sequence[Any]) -> Any:
+        """The outputs of all shards."""
         return tf.nest.map_structure(lambda *shards: np.concatenate(shards), *results)
 
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import kdist
 from kdist.data.file_column import file_of
 from kdist.data.pickling import dumps, loads
+from kdist.data.table_files import read_table
 
 ARRAYS: dict[str, Any] = {
     "x": np.arange(3000, dtype=np.float32).reshape(100, 30),
@@ -63,3 +64,21 @@ def test_what_is_no_file_of_numbers_is_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(kdist.ConfigError, match=message):
             kdist.load_npz(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "shapes"),
+    [
+        ({"x": np.array(7)}, r"x \(\)"),
+        ({"x": np.zeros((0, 3))}, r"x \(0, 3\)"),
+        ({"x": np.zeros(2), "y": np.zeros(3)}, r"x \(2,\), y \(3,\)"),
+        ({}, "nothing"),
+    ],
+    ids=str,
+)
+def test_tables_have_rows_and_the_same_number_in_all_arrays(
+    arrays: dict[str, Any], shapes: str, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "data.npz", **arrays)
+    with pytest.raises(kdist.ConfigError, match=f"the same number of rows, at least 1, in all arrays; it has {shapes}"):
+        read_table(tmp_path / "data.npz")
