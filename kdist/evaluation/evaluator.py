@@ -218,7 +218,8 @@ class ChiefWatch:
 
     def __init__(self, run: RunDir, membership: Membership, start_timeout: float) -> None:
         self._run, self._lock = run, RunLock(run.folder)
-        self._address, self._task = chief_server(membership.spec)
+        address, task = chief_server(membership.spec)
+        self._chief = f"the chief ({task} at {address})"
         self._who = membership.task
         self._start_timeout = start_timeout
         # That of an earlier run, if there is one.
@@ -228,7 +229,7 @@ class ChiefWatch:
         self._missing_since: float | None = None
 
     def was_heard(self) -> None:
-        """Anything new in the run dir is a sign of life."""
+        """Takes anything new in the run dir as a sign of life."""
         self._heard_at = time.monotonic()
 
     def is_done(self) -> bool:
@@ -261,7 +262,3 @@ class ChiefWatch:
             f"{self._who}: no chief trains in {self._run} for {silent_secs:.0f} s (cluster.start_timeout); "
             "run.dir has to be that of the chief, where both reach it"
         )
-
-    @property
-    def _chief(self) -> str:
-        return f"the chief ({self._task} at {self._address})"
