@@ -6,6 +6,7 @@ import abc
 import csv
 import gzip
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -231,7 +232,7 @@ class Csv(FileFormat):
         try:
             with gzip.open(path, "rt") if path.suffix == _GZIP else path.open() as file:
                 header = next(csv.reader(file), [])
-        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
             raise UnreadableSplit(str(error)) from error
         for number, (found, wanted) in enumerate(zip(header, self._dtypes), start=1):
             if found != wanted:

@@ -173,6 +173,19 @@ def test_a_file_that_is_torn_is_read_up_to_there(folder: Path, run_dir: Path) ->
     assert trained_on(trainer) == once(*range(30), *range(100, 110))
 
 
+@pytest.mark.parametrize("damage", [slice(0, 2), slice(10, 30), slice(12, None)])
+def test_a_compressed_file_that_is_damaged_is_skipped(folder: Path, damage: slice) -> None:
+    counted.write_file(folder / "0.csv.gz", range(5))
+    content = bytearray((folder / "0.csv.gz").read_bytes())
+    content[damage] = bytes(255 - byte for byte in content[damage])
+    (folder / "0.csv.gz").write_bytes(content)
+    data = training_data(arriving(folder, "*.csv.gz"), batch_size=10)
+    assert data.splits is not None
+    assert data.splits.look()
+    with pytest.warns(UserWarning, match="0.csv.gz: cannot be read and is skipped"), pytest.raises(NothingToRead):
+        data.arguments(0, 1)
+
+
 def test_a_file_that_is_removed_before_its_turn_is_skipped(folder: Path) -> None:
     counted.write_file(folder / "0.csv", range(5))
     data = training_data(arriving(folder, "*.csv"), batch_size=10)
