@@ -188,28 +188,24 @@ class HealthCheck(Hook):
         self._server: HttpServer | None = None
 
     def begin(self, session: Session) -> None:
-        self._step: int | None = None
-        self._progress_at = 0.0
+        #: The last step and its time, in one: a request may come at any moment.
+        self._reached: tuple[int, float] | None = None
         self._server = health_server(self._port, self._health, self._interface)
 
     def after_create_session(self, session: Session) -> None:
-        self._has_reached(session.global_step)
+        self._reached = session.global_step, self._clock()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
-        self._has_reached(values.global_step)
+        self._reached = values.global_step, self._clock()
 
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    def _has_reached(self, step: int) -> None:
-        # In this order: a request may come in between.
-        self._progress_at = self._clock()
-        self._step = step
-
     def _health(self) -> Mapping[str, Any]:
         """Called by threads of the server."""
-        step = self._step
-        since = None if step is None else self._clock() - self._progress_at
-        return health_of("chief", is_ready=step is not None, step=step, seconds_since_progress=since)
+        if (reached := self._reached) is None:
+            return health_of("chief", is_ready=False)
+        step, at = reached
+        return health_of("chief", is_ready=True, step=step, seconds_since_progress=self._clock() - at)

@@ -109,7 +109,7 @@ def tasks_by_host(hosts: Sequence[Host], shape: ClusterShape) -> dict[Host, tupl
     Raises:
         ConfigError: there are fewer slots than tasks.
     """
-    tasks = [*(task for job in ("worker", "ps") for task in shape.tasks if task.job == job)]
+    tasks = [task for job in ("worker", "ps") for task in shape.tasks if task.job == job]
     tasks += [EVALUATOR] * shape.has_evaluator
     if (slots := sum(host.slots for host in hosts)) < len(tasks):
         listed = ", ".join(map(str, tasks))
