@@ -37,7 +37,7 @@ from kdist.hooks import CheckpointSaver, Hook
 from kdist.log import warn
 from kdist.model.source import ModelSource, preprocessing_of
 from kdist.model.state import num_bytes
-from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy
+from kdist.parameters.placement.plan import PlacementPlan
 from kdist.run.result import Origin, Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
@@ -307,7 +307,7 @@ class Fit:
         if not shape.num_ps:
             raise ConfigError(f"cluster={shape} has no parameter servers to place variables on; use NpsMw")
         prepared = prepare(self.training_spec(self.training_data), shape.num_workers)
-        return prepared.plan(shape.num_ps, PlacementPolicy.of(self.config.strategy, shape.num_workers))
+        return prepared.plan(shape.num_ps, self.config.strategy, shape.num_workers)
 
     def model_is_elsewhere(self) -> ConfigError:
         """Why a model whose trained values stayed on the servers of such a fit cannot be used."""

@@ -47,9 +47,9 @@ class GradientAggregator:
 
     def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
         """The tensors on the worker that `deliver` moves."""
-        all_fused = self._store.fuse(weighted(self._store, output, pulled))
-        self._layouts[output.phase] = [fused.layout for fused in all_fused]
-        return [fused.tensor for fused in all_fused]
+        messages = self._store.fuse(weighted(self._store, output, pulled))
+        self._layouts[output.phase] = [layout for _, layout in messages]
+        return [tensor for tensor, _ in messages]
 
     def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
         """Moves the packed tensors of a phase to the servers."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -40,53 +40,48 @@ class ServerOptimizer:
     schedules and bias corrections follow is an argument: Keras's own counter loses updates under several workers.
 
     Args:
-        optimizer: the optimizer of the model.
-        owner: the attribute of the model that holds it; empty for that which the model was compiled with.
-        originals: the model's trainable variables of this server.
-        variables: the server's variables for them, or for some of their rows, in the same order.
-        tables: by index the variables of which a sparse gradient updates only its rows, whatever Keras does with the
-            others; these gradients are by key.
-        device: the device of the server.
+        group: of the parameters, with the optimizer of the model.
+        originals: the model's trainable variables, by block.
+        variables: the server's variables for them, or for some of their rows, by block.
+        tables: by block: a sparse gradient updates only its rows, whatever Keras does with the others; such a gradient
+            is by key.
         is_shared: whether several workers make updates at the same time.
     """
 
     def __init__(
         self,
-        optimizer: keras.optimizers.Optimizer,
-        owner: str,
-        originals: Sequence[keras.Variable],
-        variables: Sequence[keras.Variable],
+        group: OptimizerGroup,
+        originals: Mapping[int, keras.Variable],
+        variables: Mapping[int, keras.Variable],
         tables: Mapping[int, Table],
         device: str,
         *,
         is_shared: bool,
     ) -> None:
-        self._variables, self._owner = list(variables), owner
+        self.variables, self._owner = variables, group.name
+        self._dense = [b for b in variables if b not in tables]
         with tf.device(device):
             self._by_rows = {
-                i: RowOptimizer(optimizer, owner, originals[i], self._variables[i], table)
-                for i, table in tables.items()
+                b: RowOptimizer(group.optimizer, group.name, originals[b], variables[b], table)
+                for b, table in tables.items()
             }
-            self._dense = [i for i in range(len(self._variables)) if i not in self._by_rows]
-            self._optimizer = _copy_for(
-                optimizer, [originals[i] for i in self._dense], [self._variables[i] for i in self._dense]
-            )
+            self._optimizer = _copy_for(group.optimizer, [originals[b] for b in self._dense], self._dense_variables)
             self._lock = RowLock(is_shared=is_shared)
 
-    def state(self, names: Sequence[str]) -> list[tuple[str, keras.Variable]]:
-        """The optimizer's variables, named as by `optimizer_state`; the learning rate once for each copy of it."""
-        parts = [(self._optimizer, self._dense), *((rows.optimizer, [i]) for i, rows in self._by_rows.items())]
-        return [
-            item
-            for copy, own in parts
-            for item in optimizer_state(
-                copy, [self._variables[i] for i in own], [names[i] for i in own], self._owner
-            ).items()
-        ]
+    @property
+    def _dense_variables(self) -> list[keras.Variable]:
+        return [self.variables[b] for b in self._dense]
+
+    def state(self) -> Iterator[tuple[str, keras.Variable]]:
+        """The optimizer's variables, named as by `optimizer_state`, blocks by their numbers; the learning rate once for
+        each copy of it.
+        """
+        for copy, own in [(self._optimizer, self._dense), *((o.optimizer, [b]) for b, o in self._by_rows.items())]:
+            yield from optimizer_state(copy, [self.variables[b] for b in own], list(map(str, own)), self._owner).items()
 
     def use_averages(self) -> None:
         """Sets the variables to their moving averages, if the optimizer keeps any."""
-        self._optimizer.finalize_variable_values([self._variables[i] for i in self._dense])
+        self._optimizer.finalize_variable_values(self._dense_variables)
         for rows in self._by_rows.values():
             rows.table.use_averages()
 
@@ -94,38 +89,36 @@ class ServerOptimizer:
         """The learning rate after `step` updates, scalar int64: a scalar."""
         return _learning_rate(self._optimizer, step)
 
-    def apply(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], step: tf.Tensor) -> None:
+    def apply(self, gradients: Mapping[int, tf.Tensor | tf.IndexedSlices], step: tf.Tensor) -> None:
         """Updates the variables.
 
         Args:
-            gradients: one per variable of this server, already clipped; None leaves its variable unchanged.
+            gradients: by block, already clipped; a block without one is left unchanged.
             step: scalar int64: the number of updates before this one.
         """
-        for i, by_rows in self._by_rows.items():
-            if gradients[i] is not None:
-                by_rows.apply(gradients[i], step)
-        pairs = [
-            (_with_shape(gradients[i], self._variables[i]), self._variables[i])
-            for i in self._dense
-            if gradients[i] is not None
-        ]
+        for b, by_rows in self._by_rows.items():
+            if b in gradients:
+                by_rows.apply(gradients[b], step)
+        arrived = {b: _with_shape(gradients[b], self.variables[b]) for b in self._dense if b in gradients}
         if self._optimizer.gradient_accumulation_steps:
-            pairs = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in pairs]
-        if not pairs:
+            arrived = {b: tf.convert_to_tensor(gradient) for b, gradient in arrived.items()}
+        if not arrived:
             return
-        if self._only_adds([g for g, _ in pairs]):
-            self._apply_dense(pairs, step)
-            return
-        arrived = [part for g, _ in pairs for part in tf.nest.flatten(g, expand_composites=True) if part is not None]
-        graph = tf.compat.v1.get_default_graph()
-        with self._lock.held([*arrived, step]) as updates:
-            num_before = len(graph.get_operations())
-            self._apply_dense(pairs, step)
-            updates += [op for op in graph.get_operations()[num_before:] if op.op_def.is_stateful]
+        given = list(arrived.values())
 
-    def _apply_dense(self, pairs: Sequence[tuple[Any, keras.Variable]], step: tf.Tensor) -> None:
-        with _AtStep(self._optimizer, step):
-            self._optimizer.apply([g for g, _ in pairs], [v for _, v in pairs])
+        def apply() -> None:
+            with _AtStep(self._optimizer, step):
+                self._optimizer.apply(given, [self.variables[b] for b in arrived])
+
+        if self._only_adds(given):
+            apply()
+            return
+        parts = [part for part in tf.nest.flatten(given, expand_composites=True) if part is not None]
+        graph = tf.compat.v1.get_default_graph()
+        with self._lock.held([*parts, step]) as updates:
+            num_before = len(graph.get_operations())
+            apply()
+            updates += [op for op in graph.get_operations()[num_before:] if op.op_def.is_stateful]
 
     def _only_adds(self, gradients: Sequence[Any]) -> bool:
         """True if updates add to values, so that several at once lose nothing, or hold locks of variables."""
@@ -133,7 +126,7 @@ class ServerOptimizer:
             _adds_in_place(type(self._optimizer))
             and not self._optimizer.use_ema
             and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-            and all(self._variables[i].constraint is None for i in self._dense)
+            and all(variable.constraint is None for variable in self._dense_variables)
         )
 
 
@@ -164,7 +157,6 @@ class RowOptimizer:
 
     Attributes:
         optimizer: a copy that owns the slots of `variable`.
-        table: as given.
     """
 
     def __init__(
@@ -199,18 +191,12 @@ class RowOptimizer:
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
         if self._only_adds:
-            self._add(gradient, step)
-        else:
-            self._replace(gradient, step)
-
-    def _add(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
-        """Updates in one operation, which holds another lock; ours would cost small tables a fifth of their rate."""
-        variable = self._pairs[0][1].value
-        rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
-        _add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
-        self.table.begin_update(gradient, step, [])
-
-    def _replace(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
+            # In one operation, which holds another lock; ours would cost small tables a fifth of their rate.
+            variable = self._pairs[0][1].value
+            rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
+            _add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
+            self.table.begin_update(gradient, step, [])
+            return
         with self.table.lock.held([gradient.values, gradient.indices, step]) as updates:
             gradient = self.table.begin_update(gradient, step, updates)
             rows = [real.value.sparse_read(gradient.indices) for _, real in self._pairs]
@@ -277,16 +263,16 @@ def _with_shape(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(variable.shape)))
 
 
+#: The shards of slots by name, and by the index of the shard of the parameter.
+_Slots: TypeAlias = "dict[str, dict[int, StoredShard]]"
+
+
 class ServerOptimizers:
     """One optimizer for each server and group of parameters.
 
     Args:
-        updates: of the parameters.
-        blocks: of all servers.
-        variables: of each block.
-        tables: by block.
+        variables, tables: by block.
         names: of the parameters.
-        devices: of the servers.
         is_shared: whether several workers make updates at the same time.
 
     Attributes:
@@ -306,78 +292,61 @@ class ServerOptimizers:
         *,
         is_shared: bool,
     ) -> None:
-        self._updates = updates
-        self._blocks = blocks
-        self._devices = devices
+        self._updates, self._blocks, self._devices = updates, blocks, devices
         #: By server and group.
         self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
         self.stored: dict[str, list[StoredShard]] = {}
         self.copies: dict[str, list[tf.Variable]] = defaultdict(list)
         for g, group in enumerate(updates.groups):
-            slots: dict[str, dict[int, StoredShard]] = defaultdict(dict)
+            slots: _Slots = defaultdict(dict)
             for server, device in enumerate(devices):
-                if not (own := self._blocks_of(server, g)):
+                own = [b for b, block in enumerate(blocks) if block.server == server and block.is_parameter]
+                if not (own := [b for b in own if blocks[b].variable in group.variables]):
                     continue
-                self._optimizers[server, g] = ServerOptimizer(
-                    group.optimizer,
-                    group.name,
-                    [blocks.original(b) for b in own],
-                    [variables[b] for b in own],
-                    {i: tables[b] for i, b in enumerate(own) if blocks[b].is_row_wise},
+                self._optimizers[server, g] = optimizer = ServerOptimizer(
+                    group,
+                    {b: blocks.original(b) for b in own},
+                    {b: variables[b] for b in own},
+                    {b: tables[b] for b in own if blocks[b].is_row_wise},
                     device,
                     is_shared=is_shared,
                 )
-                self._name_variables(self._optimizers[server, g], own, names, slots)
+                for key, variable in optimizer.state():
+                    self._add(key, variable, names, slots)
             self.stored |= {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in slots.items()}
 
     def learning_rate(self, step: tf.Tensor, group: int) -> tf.Tensor:
-        """The learning rate of a group after `step` updates, a scalar on a server; called while a call is traced."""
+        """As `ParameterStore.learning_rate`."""
         server = min(server for server, of_group in self._optimizers if of_group == group)
         with tf.device(self._devices[server]):
             return self._optimizers[server, group].learning_rate(step)
 
     def use_averages(self) -> None:
-        """Sets parameters to their moving averages, if the optimizers keep any."""
         for optimizer in self._optimizers.values():
             optimizer.use_averages()
 
     def apply(self, server: int, phase: int, arrived: BlockUpdates, step: tf.Tensor) -> None:
         """The updates of a phase, of the variables that a server has, in the step after `step`."""
         for update in self._updates.in_phase(phase):
-            if blocks := self._blocks_of(server, update.group):
-                self._optimizers[server, update.group].apply(
-                    [arrived.get(b) if self._blocks[b].variable in update.variables else None for b in blocks],
-                    self._updates.groups[update.group].iteration(step, update.number),
-                )
+            if optimizer := self._optimizers.get((server, update.group)):
+                blocks = [b for b in optimizer.variables if self._blocks[b].variable in update.variables]
+                iteration = self._updates.groups[update.group].iteration(step, update.number)
+                optimizer.apply({b: arrived[b] for b in blocks if b in arrived}, iteration)
 
-    def _blocks_of(self, server: int, group: int) -> list[int]:
-        """The blocks of a server whose parameters are of a group."""
-        own = [b for b, block in enumerate(self._blocks) if block.server == server and block.is_parameter]
-        return [b for b in own if self._blocks[b].variable in self._updates.groups[group].variables]
-
-    def _name_variables(
-        self,
-        optimizer: ServerOptimizer,
-        own: Sequence[int],
-        names: Sequence[str],
-        slots: dict[str, dict[int, StoredShard]],
-    ) -> None:
-        """Adds the variables of an optimizer to `stored` and `copies`, and its slots, by shard, to `slots`."""
-        for key, variable in optimizer.state([str(b) for b in own]):
-            kind, _, rest = key.partition("/")
-            if kind != "slots":
-                self.copies[key].append(variable.value)
-                self.stored.setdefault(key, [StoredShard.whole(variable.value)])
-                continue
-            number, _, slot = rest.partition("/")
-            block = self._blocks[int(number)]
-            # The slots of dynamic tables are stored with their rows.
-            for shard in () if block.is_dynamic else block.shards:
-                # A slot with another shape than its variable belongs to a block of one shard.
-                stored = (
-                    self._blocks.stored_shard(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
-                )
-                slots[f"slots/{names[self._blocks.shards[shard].variable]}/{slot}"][shard] = stored
+    def _add(self, key: str, variable: keras.Variable, names: Sequence[str], slots: _Slots) -> None:
+        """Adds a variable of an optimizer to `stored` and `copies`, or, if it is a slot, to `slots`."""
+        kind, _, rest = key.partition("/")
+        if kind != "slots":
+            self.copies[key].append(variable.value)
+            self.stored.setdefault(key, [StoredShard.whole(variable.value)])
+            return
+        number, _, slot = rest.partition("/")
+        block = self._blocks[int(number)]
+        # The slots of dynamic tables are stored with their rows.
+        for shard in () if block.is_dynamic else block.shards:
+            # A slot with another shape than its variable belongs to a block of one shard.
+            stored = self._blocks.stored_shard(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
+            slots[f"slots/{names[self._blocks.shards[shard].variable]}/{slot}"][shard] = stored
 
 
 # Keras's optimizers with their dense updates as one operation each, by TensorFlow's own kernels. Keras writes an update

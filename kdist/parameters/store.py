@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from kdist.parameters.placement.messages import (
     Assigned,
     BlockUpdates,
     Change,
-    Fused,
     Gathered,
+    Message,
     Overflow,
     Pulled,
     UpdateKey,
@@ -57,7 +58,6 @@ class ParameterStore:
     dtype and direction, regardless of the number of variables, and of tables only the rows of the batch.
 
     Args:
-        model_variables: to store.
         updates: of the parameters; the slots of the optimizers are the initial ones.
         devices: one device per server; a single empty string stands for this process.
         plan: places the parameters, then the state, on `devices`, and names them.
@@ -87,49 +87,38 @@ class ParameterStore:
         self.is_remote = any("/job:ps" in device for device in devices)
         self._has_several_writers = self.is_remote or is_replicated
         self.wire = wire or Wire()
+        self.updates = updates
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
         self._tables = {table for group in model_variables.table_groups for table in group.tables}
-        self.updates = updates
         step = int(step_counter(updates.groups[0].optimizer).numpy())
         self.counters = UpdateCounters(self.devices, step, updates.num_phases)
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(plan.shards):
             self._shards_of[shard.variable].append(i)
         # Few tensors travel.
-        self.blocks = Blocks(
-            model_variables,
-            plan.shards,
-            updates,
-            flat_parameters=self._has_several_writers,
-            flat_state=self.is_remote,
-        )
-        self._variables = [
-            self.blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(self.blocks)
-        ]
+        flat = {"flat_parameters": self._has_several_writers, "flat_state": self.is_remote}
+        self.blocks = blocks = Blocks(model_variables, plan.shards, updates, **flat)
+        self._variables = [blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(blocks)]
         # The present interval between saves, see `kdist.parameters.tables.changed_rows`.
         intervals = on_each(self.devices, 1, tf.int32) if marks_changes else []
-        tables = make_tables(self.blocks, self._variables, self.devices, intervals, is_shared=self.is_remote)
+        tables = make_tables(blocks, self._variables, self.devices, intervals, is_shared=self.is_remote)
         self._evicting = [table for table in tables.values() if isinstance(table, DynamicTable) and table.evicts]
-        self._table_rows = TableRows(
-            self.blocks,
-            tables,
-            lambda block: self.counters.begun[self.blocks[block].server].read_value(),
-            self.wire,
-        )
+        begun = self.counters.begun
+        self._table_rows = TableRows(blocks, tables, lambda b: begun[blocks[b].server].read_value(), self.wire)
         self._stored_names = [
             f"{'parameters' if model_variables.is_parameter(index) else 'state'}/{variable.name}"
             for index, variable in enumerate(plan.variables)
         ]
         names = [variable.name for variable in plan.variables[: self._num_trainable]]
         self._optimizers = ServerOptimizers(
-            updates, self.blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
+            updates, blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
         )
         scaling = model_variables.loss_scaling
         self._loss_scale = None if scaling is None else ServerLossScale(scaling, self.devices)
         groups = [
-            ([names[i] for i in group.tables], [tables[b] for b in self.blocks.of_tables(group)])
-            for group in self.blocks.table_groups
+            ([names[i] for i in group.tables], [tables[b] for b in blocks.of_tables(group)])
+            for group in blocks.table_groups
             if group.is_row_wise
         ]
         self.dynamic = DynamicValues(groups)
@@ -201,9 +190,7 @@ class ParameterStore:
             self.align()
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
-        """Reads all values from a checkpoint, and then from its deltas, but the learning rate, which stays; see
-        `ValueFiles.restore`.
-        """
+        """Reads all values but the learning rate from a checkpoint and its deltas, see `ValueFiles.restore`."""
         self.files.restore(path)
         for delta in deltas:
             self.files.restore_delta(delta)
@@ -215,15 +202,12 @@ class ParameterStore:
         return self._optimizers.learning_rate(step, group)
 
     def gather(self, only: Collection[int] | None = None) -> Gathered:
-        """The present values on their servers, fused; for several `pull`s of the same values.
-
-        Args:
-            only: the variables that are wanted, by index; all of them if None.
-        """
+        """The present values on their servers, fused, for several `pull`s; `only` those of some variables, if given."""
         with tf.device(self.devices[0]):
             step = self.counters.begun[0].read_value()
-        wanted = {b for b, block in enumerate(self.blocks) if block.tables is None}
-        if only is not None:
+        if only is None:
+            wanted = {b for b, block in enumerate(self.blocks) if block.tables is None}
+        else:
             wanted = {self.blocks.of_shard[shard] for index in only for shard in self._shards_of[index]}
         whole = {b: self._variables[b].value for b in sorted(wanted)}
         if not self.is_remote:
@@ -234,14 +218,12 @@ class ParameterStore:
     def pull(self, gathered: Gathered | None = None, *, trains: bool = True) -> Pulled:
         """The present values, or gathered ones, on the device of the caller; the global step stays on its server.
 
-        Args:
-            trains: whether new ids of dynamic tables get rows.
+        If it `trains`, new ids of dynamic tables get rows.
         """
         gathered = gathered or self.gather()
         by_shard = self._arrived(gathered)
-        values = [
-            None if index in self._tables else self._whole(index, by_shard) for index in range(len(self._originals))
-        ]
+        variables = range(len(self._originals))
+        values = [None if index in self._tables else self._whole(index, by_shard) for index in variables]
         rows = (self._table_rows if trains else self._table_rows.read_only()) if self._tables else None
         return Pulled(values[: self._num_trainable], values[self._num_trainable :], gathered.global_step, rows)
 
@@ -257,12 +239,12 @@ class ParameterStore:
         """Runs a step of the model on pulled values, with the learning rates and the scale of the loss of the store."""
         reads = []
         for read in replica_step.optimizer_reads:
-            iteration = replica_step.updates.groups[read.group].iteration(pulled.global_step)
+            value = replica_step.updates.groups[read.group].iteration(pulled.global_step)
             if read.kind == "loss_scale":
                 assert self._loss_scale is not None
                 value = self._loss_scale.read()
-            else:
-                value = iteration if read.kind == "step" else self.learning_rate(iteration, read.group)
+            elif read.kind != "step":
+                value = self.learning_rate(value, read.group)
             reads.append(tf.identity(value))
         moment = None
         if replica_step.worker_state.variables:
@@ -284,24 +266,19 @@ class ParameterStore:
             Scalar int64 on the first server: the global step of this update.
         """
         changes = self.updates_of(output, pulled)
-        if not self.is_remote:
-            return self.apply(changes, output.phase)
-        arrived: BlockUpdates = {}
-        for fused in self.fuse(changes):
-            with tf.device(self.device_of(fused.layout.any_key)):
-                arrived |= fused.split()
-        return self.apply(arrived, output.phase)
+        if self.is_remote:
+            messages, changes = self.fuse(changes), {}
+            for tensor, layout in messages:
+                with tf.device(self.device_of(layout.any_key)):
+                    changes |= layout.split(tensor)
+        return self.apply(changes, output.phase)
 
     def updates_of(self, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
         """The changes of a step, by block; blocks without a change are missing."""
-        gradients, state = output.gradients, output.state
         by_shard: BlockUpdates = {}
         of_tables: dict[int, tf.IndexedSlices] = {}
-        of_state = [
-            self._state_change(index, new, old)
-            for index, (new, old) in enumerate(zip(state, pulled.state), self._num_trainable)
-        ]
-        for index, change in enumerate([*gradients, *of_state]):
+        of_state = map(self._state_change, count(self._num_trainable), output.state, pulled.state)
+        for index, change in enumerate([*output.gradients, *of_state]):
             if change is None:
                 continue
             shards = self._shards_of[index]
@@ -332,7 +309,7 @@ class ParameterStore:
             changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
         return changes
 
-    def fuse(self, changes: BlockUpdates) -> list[Fused]:
+    def fuse(self, changes: BlockUpdates) -> list[Message]:
         """Changes by block, fused by server and dtype on the worker."""
         return fuse_by(changes, self.device_of, on_source=False, wire=self.wire)
 
@@ -340,19 +317,18 @@ class ParameterStore:
         """The server of a block, or of another key of updates."""
         if isinstance(key, (Overflow, Weight)):
             return self.devices[key.server]
-        block = key.block if isinstance(key, Assigned) else key
-        return self.devices[self.blocks[block].server]
+        return self.devices[self.blocks[key.block if isinstance(key, Assigned) else key].server]
 
     def apply(self, arrived: BlockUpdates, phase: int = 0) -> tf.Tensor:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
-        steps = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
-        return steps[0]
+        step, *_ = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
+        return step
 
     def _arrived(self, gathered: Gathered) -> dict[int, tf.Tensor]:
         """Gathered values on the device of the caller, by shard."""
         arrived = dict(gathered.single)
-        for fused in gathered.fused:
-            arrived |= fused.split()
+        for tensor, layout in gathered.fused:
+            arrived |= layout.split(tensor)
         return {shard: v for b, value in arrived.items() for shard, v in self.blocks.split(b, value).items()}
 
     def _whole(self, index: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
@@ -378,12 +354,11 @@ class ParameterStore:
             for b in blocks:
                 if Assigned(b) in arrived:
                     self._variables[b].value.assign_add(arrived[Assigned(b)], read_value=False)
+            update = partial(self._optimizers.apply, server, phase, arrived)
             if overflow is None or self._loss_scale is None:
-                self._optimizers.apply(server, phase, arrived, step - 1)
+                update(step - 1)
             else:
-                self._loss_scale.apply(
-                    server, overflow, step - 1, partial(self._optimizers.apply, server, phase, arrived)
-                )
+                self._loss_scale.apply(server, overflow, step - 1, update)
             for b in blocks:
                 if not self.blocks[b].is_parameter and b in arrived:
                     variable = self._variables[b].value
@@ -411,11 +386,6 @@ class UpdateCounters:
     The first server's count is the global step. The other servers count the updates that they apply themselves, so that
     none has to wait for another one before it applies what has arrived.
 
-    Args:
-        devices: one device per server.
-        step: updates so far.
-        num_phases: phases of an update.
-
     Attributes:
         begun, applied: scalar int64 variables, by server. If `applied` lags behind, a task was lost in the middle.
     """
@@ -430,7 +400,7 @@ class UpdateCounters:
         return int(self.begun[0].numpy())
 
     def is_consistent(self) -> bool:
-        """Tells whether every update that a server has started to apply was applied completely by all of them."""
+        """True if every update that a server has begun was applied completely by all of them."""
         begun = {int(counter.numpy()) * self._num_phases for counter in self.begun}
         return len(begun | {int(counter.numpy()) for counter in self.applied}) == 1
 
@@ -452,7 +422,6 @@ class ServerLossScale:
 
     Args:
         optimizer: of the model, built: the scale begins as it is there.
-        devices: of the servers.
     """
 
     def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer, devices: Sequence[str]) -> None:
@@ -473,9 +442,8 @@ class ServerLossScale:
             return self._scale.read_value()
 
     def align(self) -> None:
-        """Resets every server's count of dropped steps to that of the first one."""
-        for count in self._dropped[1:]:
-            count.assign(self._dropped[0].read_value())
+        for dropped in self._dropped[1:]:
+            dropped.assign(self._dropped[0].read_value())
 
     def apply(self, server: int, overflow: tf.Tensor, step: tf.Tensor, update: Callable[[tf.Tensor], None]) -> None:
         """Updates the variables of a server, unless the step has overflowed; traced on that server.

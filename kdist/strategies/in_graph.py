@@ -8,7 +8,6 @@ graph are all the synchronisation there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -85,7 +84,7 @@ class InGraphSyncCalls(Calls):
         rows: dict[int, list[Any]] = {}
         for worker, share in self._shares.items():
             with tf.device(compute_device(Task("worker", worker))):
-                values = [tf.identity(fused.tensor) for fused in gathered.fused]
+                values = [tf.identity(tensor) for tensor, _ in gathered.fused]
                 before: list[tf.Tensor] = [tf.constant(0), *self._logs.initial_metrics()]
                 for _ in range(share):
                     arguments = [values, before, *next_of(iterators[worker])]
@@ -103,7 +102,7 @@ class InGraphSyncCalls(Calls):
         if self._worker_function is None:
 
             def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
-                arrived = [replace(fused, tensor=value) for fused, value in zip(gathered.fused, values)]
+                arrived = [(value, layout) for value, (_, layout) in zip(values, gathered.fused)]
                 # The step does not need the time: otherwise it would not be self-contained.
                 pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
                 num_before, *metrics = before

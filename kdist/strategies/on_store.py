@@ -34,7 +34,6 @@ from kdist.model.names import GLOBAL_STEP
 from kdist.model.source import overrides_of
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement.messages import Wire
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
@@ -304,7 +303,7 @@ class ServersStrategy(StoreStrategy):
         self._shape = shape
         self.num_replicas = shape.num_workers
         self._replicas_per_step = 1
-        self._placement = PlacementPolicy.of(options, shape.num_workers)
+        self._placement = options
         self._step_timeout = step_timeout
         self._max_worker_restarts = max_worker_restarts
         self._wire = Wire(tf.as_dtype(options.wire_dtype) if options.wire_dtype else None)
@@ -326,7 +325,7 @@ class ServersStrategy(StoreStrategy):
         prepared = self._prepare(spec) if overrides_of(spec.model, "train_step") else None
         cluster = self._launch(spec.log_dir) if self._coordinator is None else None
         self._prepared = prepared or self._prepare(spec)
-        self.plan = self._prepared.plan(self._shape.num_ps, self._placement)
+        self.plan = self._prepared.plan(self._shape.num_ps, self._placement, self._shape.num_workers)
         if cluster is not None:
             with self._prepared.replica_step.send_to_joining_tasks():
                 self._connect(cluster, spec.grace_secs)

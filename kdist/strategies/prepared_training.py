@@ -30,7 +30,7 @@ from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.placement.blocks import ModelVariables
 from kdist.parameters.placement.messages import Wire
-from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable, place, wrong_id
+from kdist.parameters.placement.plan import PlacementPlan, Variable, place, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import PresentValues, TrainingSpec
 from kdist.strategies.calls import CallSizer
@@ -93,13 +93,13 @@ class PreparedTraining:
                 "the ids of one replica; use parameter servers (cluster=1ps2w), or strategy=single in one process"
             )
 
-    def plan(self, num_servers: int, policy: PlacementPolicy) -> PlacementPlan:
+    def plan(self, num_servers: int, options: ServerOptions, num_workers: int = 1) -> PlacementPlan:
         """Places each variable, with its slots.
 
         Raises:
             ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
         """
-        plan = place(self._described_variables(), num_servers, policy, Wire.max_bytes)
+        plan = place(self._described_variables(), num_servers, options, num_workers, Wire.max_bytes)
         for shard in plan.shards:
             variable = plan.variables[shard.variable]
             num_bytes = variable.value_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
@@ -113,7 +113,7 @@ class PreparedTraining:
 
     def plan_for_one(self) -> PlacementPlan:
         """The plan of a store in this process, from where nothing travels; it is the same for every policy."""
-        return place(self._described_variables(), 1, PlacementPolicy.of(ServerOptions()))
+        return place(self._described_variables(), 1, ServerOptions())
 
     def store(
         self,

@@ -175,7 +175,7 @@ def test_slots_live_beside_their_parameter_and_one_tensor_travels_each_way(run_d
     with trainer.session(x, y, batch_size=8, steps=2, verbose=0) as session:
         session.run()
         store = session.strategy._store  # type: ignore[attr-defined]
-        devices = {name: device for name, found in store.values.devices().items() for device in found}
+        devices = {each.name: each.variable.device for each in store.values.slices()}
         parameters = {name.removeprefix("parameters/") for name in devices if name.startswith("parameters/")}
         for name in parameters:
             slots = [device for key, device in devices.items() if key.startswith(f"slots/{name}/")]

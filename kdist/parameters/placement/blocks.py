@@ -126,7 +126,6 @@ class Blocks(Sequence[Block]):
     """The blocks of all shards, and the conversion between values of blocks and values of shards.
 
     Args:
-        updates: of the parameters.
         flat_parameters, flat_state: whether variables that are treated alike are one block; if not, each has one.
 
     Attributes:

@@ -71,6 +71,7 @@ class Layout:
 
     def split(self, packed: tf.Tensor) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
         """The tensors by their keys, on the device of the caller."""
+        packed = tf.identity(packed)
         if not self.row_shapes:
             return self._split_dense(packed)
         num_tables, words = len(self.row_shapes), tf.int64.size // packed.dtype.size
@@ -90,16 +91,8 @@ class Layout:
         return dict(zip(self.shapes, unfuse(Wire.unpack(packed, self.dtype), list(self.shapes.values()))))
 
 
-@dataclass(frozen=True)
-class Fused:
-    """Tensors that travel as one, packed; `layout` says where they are in it."""
-
-    tensor: tf.Tensor
-    layout: Layout
-
-    def split(self) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
-        """As `Layout.split`."""
-        return self.layout.split(tf.identity(self.tensor))
+#: Tensors that travel as one, packed, and their places in it.
+Message: TypeAlias = "tuple[tf.Tensor, Layout]"
 
 
 def cut(items: Sequence[K], num_bytes: Callable[[K], int], max_bytes: int | None = None) -> list[list[K]]:
@@ -126,7 +119,7 @@ def fuse_by(
     *,
     on_source: bool = True,
     wire: Wire = Wire(),
-) -> list[Fused]:
+) -> list[Message]:
     """Fuses tensors by device and dtype.
 
     Args:
@@ -140,11 +133,8 @@ def fuse_by(
     for key, tensor in tensors.items():
         by_place[device_of(key), tensor.dtype].append(key)
 
-    def size(key: K) -> int:
-        return _size(tensors[key])
-
-    groups = [(*place, group) for place, keys in by_place.items() for group in cut(keys, size)]
-    fused = []
+    groups = [(*place, group) for place, keys in by_place.items() for group in cut(keys, lambda k: _size(tensors[k]))]
+    messages = []
     for device, dtype, keys in groups:
         sparse = [key for key in keys if isinstance(tensors[key], tf.IndexedSlices)]
         dense = [key for key in keys if key not in sparse]
@@ -156,8 +146,8 @@ def fuse_by(
                 whole = [tf.stack([tf.size(of_table, tf.int64) for of_table in indices]), *indices]
                 packed = tf.concat([tf.reshape(tf.bitcast(tf.concat(whole, 0), packed.dtype), [-1]), packed], 0)
         row_shapes = {key: tensors[key].values.shape[1:] for key in sparse}
-        fused.append(Fused(packed, Layout(row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
-    return fused
+        messages.append((packed, Layout(row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
+    return messages
 
 
 def _to_int64(words: tf.Tensor) -> tf.Tensor:
@@ -220,5 +210,5 @@ class Gathered:
     """Values on their servers, ready to be sent: by block in one process (`single`), fused on servers."""
 
     single: dict[int, tf.Tensor]
-    fused: list[Fused]
+    fused: list[Message]
     global_step: tf.Tensor

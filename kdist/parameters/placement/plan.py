@@ -1,4 +1,4 @@
-"""Places variables on servers: a pure function from variables, servers and policy to a plan."""
+"""Places variables on servers: a pure function from variables, servers and options to a plan."""
 
 from __future__ import annotations
 
@@ -22,41 +22,6 @@ _WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
 _BAR_WIDTH, _BAR_HEIGHT, _GAP, _TOP, _BOTTOM = 190, 320, 40, 40, 50
 _SMALLEST_LABELLED = 14
-
-
-@dataclass(frozen=True)
-class PlacementPolicy:
-    """A rule by which variables are spread over servers; see `place`.
-
-    Attributes:
-        partition_min_bytes: larger variables, slots not counted, are split under `partitioned` and `auto`.
-        num_workers: workers that pull and push in every step; matters under `auto`.
-    """
-
-    name: str
-    partition_min_bytes: int
-    num_workers: int = 1
-
-    @classmethod
-    def of(cls, options: ServerOptions, num_workers: int = 1) -> PlacementPolicy:
-        return cls(options.placement, options.partition_min_bytes, num_workers)
-
-    @property
-    def splits(self) -> bool:
-        """True if large variables are on several servers."""
-        return self.name in ("partitioned", "auto")
-
-    def servers_for(self, variables: Sequence[Variable], num_servers: int) -> tuple[int, str]:
-        """The number of servers for variables that travel as a whole in every step, and the reason."""
-        if self.name != "auto":
-            return num_servers, ""
-        num_bytes = sum(variable.value_bytes for variable in variables if variable.travels)
-        wanted = -(-num_bytes * self.num_workers // _WORTH_A_SERVER)
-        number = min(max(1, wanted), num_servers)
-        why = f"auto: {num_bytes / 1e6:,.2f} MB for each of {self.num_workers} workers in every step: "
-        if number < num_servers:
-            return number, why + f"on {number} of {num_servers} servers, because one more would cost more than it saves"
-        return number, why + f"on all {num_servers} servers, large variables in parts"
 
 
 @dataclass(frozen=True)
@@ -151,8 +116,7 @@ class PlacementPlan:
             num_rows = "any" if variable.is_dynamic else shard.stop - shard.start
             shown = "x".join(map(str, (num_rows, *variable.shape[1:]) if variable.shape else ())) or "scalar"
             rows.append((self.name(shard), shown, f"{self.num_bytes(shard):,}", f"ps:{shard.server}"))
-        for server, num_bytes in enumerate(self.bytes_by_server):
-            rows.append(("total", "", f"{num_bytes:,}", f"ps:{server}"))
+        rows += [("total", "", f"{total:,}", f"ps:{server}") for server, total in enumerate(self.bytes_by_server)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [
             f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {size:>{widths[2]}}  {server}"
@@ -169,26 +133,21 @@ class PlacementPlan:
         from PIL import Image, ImageDraw
 
         totals = self.bytes_by_server
-        width = _GAP + self.num_servers * (_BAR_WIDTH + _GAP)
-        image = Image.new("RGB", (width, _TOP + _BAR_HEIGHT + _BOTTOM), "white")
+        lefts = [_GAP + server * (_BAR_WIDTH + _GAP) for server in range(self.num_servers)]
+        image = Image.new("RGB", (lefts[-1] + _BAR_WIDTH + _GAP, _TOP + _BAR_HEIGHT + _BOTTOM), "white")
         draw = ImageDraw.Draw(image)
-        draw.text(
-            (_GAP, 14), f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}", fill="black"
-        )
-        scale = _BAR_HEIGHT / max(1, *totals)
-        floor = _TOP + _BAR_HEIGHT
+        title = f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}"
+        draw.text((_GAP, 14), title, fill="black")
+        scale, floor = _BAR_HEIGHT / max(1, *totals), _TOP + _BAR_HEIGHT
         tops = [float(floor)] * self.num_servers
         for shard in self.shards:
-            server = shard.server
-            left = _GAP + server * (_BAR_WIDTH + _GAP)
-            top = tops[server] - self.num_bytes(shard) * scale
-            box = (left, top, left + _BAR_WIDTH, tops[server])
-            draw.rectangle(box, fill=_COLORS[shard.variable % len(_COLORS)], outline="white")
-            if tops[server] - top >= _SMALLEST_LABELLED:
+            left, bottom = lefts[shard.server], tops[shard.server]
+            top = tops[shard.server] = bottom - self.num_bytes(shard) * scale
+            color = _COLORS[shard.variable % len(_COLORS)]
+            draw.rectangle((left, top, left + _BAR_WIDTH, bottom), fill=color, outline="white")
+            if bottom - top >= _SMALLEST_LABELLED:
                 draw.text((left + 6, top + 1), self.name(shard)[:30], fill="white")
-            tops[server] = top
-        for server, total in enumerate(totals):
-            left = _GAP + server * (_BAR_WIDTH + _GAP)
+        for server, (left, total) in enumerate(zip(lefts, totals)):
             draw.line((left, floor, left + _BAR_WIDTH, floor), fill="black")
             draw.text((left, floor + 8), f"ps:{server}", fill="black")
             draw.text((left, floor + 22), f"{total:,} bytes", fill="black")
@@ -203,21 +162,46 @@ def wrong_id(message: str, plan: PlacementPlan) -> str | None:
     return f"id {found[2]} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
 
 
+def splits(options: ServerOptions) -> bool:
+    """True if large variables are on several servers."""
+    return options.placement in ("partitioned", "auto")
+
+
+def servers_for(
+    variables: Sequence[Variable], num_servers: int, options: ServerOptions, num_workers: int = 1
+) -> tuple[int, str]:
+    """The number of servers for variables that travel as a whole in every step, and the reason."""
+    if options.placement != "auto":
+        return num_servers, ""
+    num_bytes = sum(variable.value_bytes for variable in variables if variable.travels)
+    wanted = -(-num_bytes * num_workers // _WORTH_A_SERVER)
+    number = min(max(1, wanted), num_servers)
+    why = f"auto: {num_bytes / 1e6:,.2f} MB for each of {num_workers} workers in every step: "
+    if number < num_servers:
+        return number, why + f"on {number} of {num_servers} servers, because one more would cost more than it saves"
+    return number, why + f"on all {num_servers} servers, large variables in parts"
+
+
 def place(
-    variables: Sequence[Variable], num_servers: int, policy: PlacementPolicy, max_bytes: int | None = None
+    variables: Sequence[Variable],
+    num_servers: int,
+    options: ServerOptions,
+    num_workers: int = 1,
+    max_bytes: int | None = None,
 ) -> PlacementPlan:
     """Places `variables` on `num_servers` servers.
 
     Args:
-        policy: `round_robin` is TensorFlow's own order (server i holds variables i, i + n, ...). `greedy` assigns the
+        options: `round_robin` is TensorFlow's own order (server i holds variables i, i + n, ...). `greedy` assigns the
             largest variable first to the server with the fewest bytes (Graham's LPT rule, 1969), or keeps the
-            round-robin order where that is more even. `partitioned` also splits large variables by rows over all
-            servers. `auto` does so too, but what travels as a whole in every step goes to as few servers as its bytes
-            and the number of workers need, the first ones.
+            round-robin order where that is more even. `partitioned` also splits variables larger than
+            `partition_min_bytes`, slots not counted, by rows over all servers. `auto` does so too, but what travels as
+            a whole in every step goes to as few servers as its bytes and the number of workers need, the first ones.
+        num_workers: workers that pull and push in every step.
         max_bytes: of a shard that travels, slots not counted; any size if None.
     """
 
-    num_used, reason = policy.servers_for(variables, num_servers)
+    num_used, reason = servers_for(variables, num_servers, options, num_workers)
 
     def servers_of(variable: Variable) -> range:
         return range(num_used if variable.travels and not variable.always_cut else num_servers)
@@ -225,8 +209,8 @@ def place(
     def num_parts(variable: Variable) -> int:
         if variable.is_dynamic:
             return num_servers
-        is_large = policy.splits and variable.can_be_cut
-        is_spread = variable.always_cut or (is_large and variable.value_bytes > policy.partition_min_bytes)
+        is_large = splits(options) and variable.can_be_cut
+        is_spread = variable.always_cut or (is_large and variable.value_bytes > options.partition_min_bytes)
         wanted = len(servers_of(variable)) if is_spread else 1
         if max_bytes is not None and variable.can_be_cut and variable.travels:
             wanted = max(wanted, -(-variable.value_bytes // max_bytes))
@@ -250,7 +234,7 @@ def place(
         return PlacementPlan(tuple(variables), shards, num_servers, reason)
 
     in_turn = plan(lambda position, load: position % len(load), range(len(variables)))
-    if policy.name == "round_robin":
+    if options.placement == "round_robin":
         return in_turn
     largest_first = sorted(range(len(variables)), key=lambda i: -variables[i].num_bytes)
     emptiest = plan(lambda _position, load: load.index(min(load)), largest_first)

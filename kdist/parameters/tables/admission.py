@@ -36,13 +36,9 @@ def age_of_oldest(ages: tf.Tensor, excess: tf.Tensor) -> tf.Tensor:
 def rows_to_evict(
     eviction: Eviction, ages: tf.Tensor, counts: tf.Tensor, vectors: tf.Variable, rows: tf.Tensor
 ) -> tf.Tensor:
-    """True for rows that go however many there are: bool `[n]`.
+    """True for rows, int64 `[n]`, that go however many there are: bool `[n]`.
 
-    Args:
-        ages: steps since the last update of each, int32 `[n]`.
-        counts: of the updates of each, int32 `[n]`.
-        vectors: of all rows.
-        rows: int64 `[n]`.
+    `ages` and `counts`, int32 `[n]`, are the steps since the last update of each, and the number of its updates.
     """
     goes = tf.zeros_like(ages, tf.bool)
     if eviction.unseen_steps is not None:
@@ -70,14 +66,9 @@ class CountMinSketch:
         self._total = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def count(self, keys: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
-        """Counts keys once more; traced, and one call after the other.
+        """Counts keys, int64 `[n]`, each once, by operations that it adds to `updates`; traced, one call at a time.
 
-        Args:
-            keys: int64 `[n]`, each once.
-            updates: the operations that count are added.
-
-        Returns:
-            How often each was counted, int32 `[n]`.
+        Returns the count of each, int32 `[n]`.
         """
         hashes = [tf.bitwise.bitwise_and(mix_bits(keys + row), self.width - 1) for row in range(self.depth)]
         places = tf.stack([of_row + row * self.width for row, of_row in enumerate(hashes)])

@@ -32,7 +32,7 @@ TABLES, IDS = "tables", "ids"
 
 
 class DynamicTable:
-    """The rows of a group of dynamic tables that one server has.
+    """The rows of a group of dynamic tables that one server has; `FixedTable` says more of the methods of both.
 
     Args:
         group: of the tables.
@@ -129,13 +129,7 @@ class DynamicTable:
         self.columns[name], self._initial[name] = variable, initial
 
     def read(self, request: tf.Tensor, step_of: Callable[[], tf.Tensor], *, inserts: bool) -> tf.Tensor:
-        """The vectors of keys, zeros for those without a row; traced, on the device of the server.
-
-        Args:
-            request: int64: how many keys are of each table, then the keys.
-            step_of: returns the global step.
-            inserts: whether new keys get a row.
-        """
+        """The vectors of keys, zeros without a row. A request has the number of keys of each table, then the keys."""
         num_tables = len(self.layers)
         counts, keys = request[:num_tables], request[num_tables:]
         rows = self._find(keys)
@@ -152,12 +146,7 @@ class DynamicTable:
     def begin_update(
         self, gradient: tf.IndexedSlices, step: tf.Tensor, updates: list[tf.Operation]
     ) -> tf.IndexedSlices:
-        """Converts a gradient by key to one by row; drops keys without a row. Called with the lock held.
-
-        Args:
-            step: the global step.
-            updates: operations are added that count the updates of the rows.
-        """
+        """Counts the updates of the rows, too; drops keys without a row. Called with the lock held."""
         rows = self._find(gradient.indices)
         places = tf.where(rows >= 0)[:, 0]
         rows = tf.gather(rows, places)
@@ -169,15 +158,9 @@ class DynamicTable:
         return tf.IndexedSlices(tf.gather(gradient.values, places), rows)
 
     def insert(self, keys: tf.Tensor, tables: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Gives rows to keys that have none, if they are admitted; traced.
+        """Gives rows to keys, int64 `[n]`, each once, that have none, if they are admitted; traced.
 
-        Args:
-            keys: int64 `[n]`, each once.
-            tables: of each key, int32 `[n]`.
-            step: the global step.
-
-        Returns:
-            The rows of all keys, int64 `[n]`; -1 without a row.
+        Returns the rows of all keys, int64 `[n]`; -1 without a row. `tables`, int32 `[n]`, are those of the keys.
         """
         with tf.device(self.device), self.lock.held([keys, tables, step]) as updates:
             rows = self._find(keys)
@@ -200,19 +183,13 @@ class DynamicTable:
             return tf.identity(rows)
 
     def put(self, tables: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Gives rows with these values to ids that have none; traced.
-
-        Args:
-            tables: of each, int32 `[n]`.
-            values: by column; others get initial values.
-        """
+        """Gives rows to ids of tables, int32 `[n]`, that have none; columns without values get initial ones; traced."""
         with self.lock.held([tables, *values.values()]) as updates:
             rows = self._take(tf.size(tables, tf.int64), updates)
             keys = values["ids"] + tf.gather(self._shifts, tables)
             self._write(keys, rows, {**values, "tables": tables}, updates)
 
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Gives rows with these values to ids of a table, in the place of their rows; traced."""
         self.remove(values[IDS], table)
         self.put(tf.fill(tf.shape(values[IDS]), table), values)
 
@@ -262,11 +239,7 @@ class DynamicTable:
         return self.num_rows.read_value() - self._num_free.read_value()
 
     def sweep(self, step: tf.Tensor) -> tf.Tensor:
-        """Evicts rows in a global step, a few at a time, so that no step waits long; traced.
-
-        Returns:
-            Scalar int64: the number of rows that were evicted.
-        """
+        """Evicts rows in a global step, a few at a time, so that no step waits long; returns their number; traced."""
         step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
         excess = excess_rows(self._max_rows, self.num_live())
         oldest = tf.cond(excess > 0, lambda: self._oldest(step, excess), lambda: tf.constant(tf.int32.max))
@@ -291,9 +264,7 @@ class DynamicTable:
             seen = self._sketch.count(tf.gather(keys, new), updates)
             is_new = tf.scatter_nd(new[:, tf.newaxis], seen >= admission.min_count, tf.shape(is_new, tf.int64))
         if admission.probability < 1:
-            drawn = tf.bitwise.bitwise_and(
-                mix_bits(tf.bitwise.bitwise_xor(keys, mix_bits(step))), tf.constant((1 << 40) - 1, tf.int64)
-            )
+            drawn = _drawn(tf.bitwise.bitwise_xor(keys, mix_bits(step)))
             is_new &= tf.cast(drawn, tf.float64) < admission.probability * (1 << 40)
         return is_new
 
@@ -451,8 +422,12 @@ def key_shifts(group: TableGroup) -> np.ndarray:
 
 def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
     """The number of the server that has a key, int32 `[n]`."""
-    bits = tf.bitwise.bitwise_and(mix_bits(keys), tf.constant((1 << 40) - 1, tf.int64))
-    return tf.cast(bits % num_servers, tf.int32)
+    return tf.cast(_drawn(keys) % num_servers, tf.int32)
+
+
+def _drawn(keys: tf.Tensor) -> tf.Tensor:
+    """For each key a number that looks random, of 40 bits."""
+    return tf.bitwise.bitwise_and(mix_bits(keys), tf.constant((1 << 40) - 1, tf.int64))
 
 
 def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:

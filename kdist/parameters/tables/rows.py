@@ -57,12 +57,7 @@ def open_shape(variable: tf.Variable) -> tf.TensorShape:
 
 
 def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
-    """Moves the values of a variable, a few rows at a time, to a place with room for more; traced.
-
-    Args:
-        used: the number of rows with values, int64.
-        capacity: the number of rows that there will be room for, int64.
-    """
+    """Moves the `used` rows of a variable that have values, a few at a time, to a place with more room; traced."""
     shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
     moved = tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
 

@@ -145,7 +145,6 @@ def make_tables(
 
     Args:
         variables: of each block; one of a dynamic table gets the rows of the table.
-        devices: of the servers.
         intervals: on each server the present one, if rows are marked that change in it.
         is_shared: whether several workers update rows at the same time.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.model.names import dynamic_names
-from kdist.parameters.tables.dynamic_table import TABLES, DynamicTable
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.initial_values import on_servers
 from kdist.parameters.values.slices import ChosenSlices, ServerRows
@@ -35,9 +35,7 @@ class DynamicValues:
         self._groups = [(names, tables) for names, tables in dynamic if tables]
         self.slices = [
             ChosenSlices(
-                [dynamic_names(name, [c for c in tables[0].stored if c != TABLES]) for name in names],
-                tables,
-                [ServerRows(table.device, table.stored, table.num_rows) for table in tables],
+                [dynamic_names(n, [c for c in tables[0].stored if c != TABLES]) for n in names], tables, tables
             )
             for names, tables in self._groups
         ]
@@ -65,15 +63,8 @@ class DynamicValues:
     def fill(self, step: int) -> None:
         """Gives rows to the ids that the layers of the model have, as new ones in that step."""
         for of_group, (_, tables) in zip(self.slices, self._groups):
-            vectors = of_group.columns["vectors"]
-            put = of_group.traced(
-                "put",
-                partial(_put, tables),
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([None], tf.int64),
-                vectors,
-                tf.TensorSpec([], tf.int32),
-            )
+            scalar, ids_spec = tf.TensorSpec([], tf.int32), of_group.columns[IDS]
+            put = of_group.traced("put", partial(_put, tables), scalar, ids_spec, of_group.columns["vectors"], scalar)
             for table, layer in enumerate(tables[0].layers):
                 ids, rows = layer.ids, layer.rows
                 for start in range(0, len(ids), of_group.slice_rows):
@@ -120,7 +111,7 @@ def _read(slices: ChosenSlices, table: int, own: dict[str, str]) -> dict[str, np
     def read(rows: ServerRows, start: tf.Tensor, table: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(rows.device):
             chosen = slices.rows_of(rows, start, table)
-            return [rows.columns[column].sparse_read(chosen) for column in own]
+            return [rows.stored[column].sparse_read(chosen) for column in own]
 
     specs = [slices.columns[column] for column in own]
     # Without rows, a column has its shape, too.

@@ -33,7 +33,6 @@ def set_initial_values(
     at a time.
 
     Args:
-        variables: of each block.
         originals, names: the variables of the model, and their names in `values`.
         slots: the model's, by name; where it has no values, servers have made the slots, too.
 
@@ -48,10 +47,9 @@ def set_initial_values(
         for i in block.shards if blocks.starts_empty(b) else ():
             shard, variable = blocks.shards[i], variables[b].value
             original = originals[shard.variable]
-            initializer = made_by(original)
-            if isinstance(initializer, TableInitializer):
-                shape, first = tuple(original.shape), blocks.first_row(i)
-                rows_to_draw.append(partial(_draw, variable, initializer, shape, shard, first))
+            if isinstance(initializer := made_by(original), TableInitializer):
+                shift = blocks.first_row(i) - shard.start
+                rows_to_draw.append(partial(_draw, variable, initializer, tuple(original.shape), shard, shift))
             else:
                 others[shard.variable].append(variable.device)
 
@@ -60,14 +58,13 @@ def set_initial_values(
             draw_rows(zero)
 
     if rows_to_draw:
-        tf.function(draw, autograph=False).get_concrete_function(tf.TensorSpec([], tf.uint32))(
-            tf.constant(0, tf.uint32)
-        )
+        zero = tf.constant(0, tf.uint32)
+        tf.function(draw, autograph=False).get_concrete_function(tf.TensorSpec([], tf.uint32))(zero)
     # One after the other: each may be as large as a task can hold.
     for index, devices in others.items():
         _set_whole(names[index], originals[index], devices[0], values)
-    for variable in [*originals, *slots.values()]:
-        hand_over(variable, on_servers(variable.path))
+    for original in [*originals, *slots.values()]:
+        hand_over(original, on_servers(original.path))
 
 
 def on_servers(path: str) -> ConfigError:
@@ -86,9 +83,9 @@ def _set_whole(name: str, original: keras.Variable, device: str, values: NamedVa
         return
     with tf.device(device):
         drawn = initializer(original.shape, dtype=original.dtype)
-    if tuple(np.shape(drawn)) != tuple(original.shape):
+    if (shape := tuple(np.shape(drawn))) != tuple(original.shape):
         raise ConfigError(
-            f"the initializer of {name} returned values of shape {tuple(np.shape(drawn))}; the variable has the shape "
+            f"the initializer of {name} returned values of shape {shape}; the variable has the shape "
             f"{tuple(original.shape)}"
         )
     if tf.is_tensor(drawn):
@@ -102,14 +99,14 @@ def _draw(
     initializer: TableInitializer,
     shape: tuple[int, ...],
     shard: Shard,
-    first: int,
+    shift: int,
     zero: tf.Tensor,
 ) -> None:
     """Draws the rows of a shard on the device of their variable, block by block; traced.
 
     Args:
         shape: of the whole table.
-        first: the row of the variable that has the first row of the shard.
+        shift: from rows of the table to rows of the variable.
         zero: an argument of the function that is traced.
     """
     before: list[tf.Operation] = []
@@ -118,5 +115,4 @@ def _draw(
         if start < stop:
             with tf.device(variable.device), tf.control_dependencies(before):
                 rows = initializer.block(number, shape, variable.dtype.name, zero)[start - begin : stop - begin]
-                shift = first - shard.start
                 before = [assign_rows(variable, start + shift, stop + shift, rows)]

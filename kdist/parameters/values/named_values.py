@@ -62,9 +62,6 @@ class NamedValues:
     Args:
         shards: the shards of each value by name, in the order of rows.
         copies: all variables that hold the same value, by name; `shards` has the first one.
-
-    Attributes:
-        copies: as given.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class NamedValues:
     ) -> None:
         self._shards = {name: list(found) for name, found in shards.items()}
         self.copies = copies
-        self._large = [variable for variable in self.variables if self._is_large(variable)]
         groups: dict[tuple[str, tf.DType], list[tf.Variable]] = defaultdict(list)
         for variable in self.variables:
             if not self._is_large(variable):
@@ -109,10 +105,6 @@ class NamedValues:
                 for start, stop in pairwise([first, *range((first // step + 1) * step, end, step), end]):
                     yield Slice(name, shape, start, stop, shard.variable, shard.start + (start - first) * row_size)
                 first = end
-
-    def devices(self) -> dict[str, list[str]]:
-        """The devices of the shards of each value, by name."""
-        return {name: [shard.variable.device for shard in shards] for name, shards in self._shards.items()}
 
     def read(self) -> dict[str, np.ndarray]:
         """Every value, by name."""
@@ -162,10 +154,8 @@ class NamedValues:
                 for shard, array in pairs:
                     self._write_large(shard, array)
                 continue
-            if sum(shard.stop - shard.start for shard, _ in pairs) == size:
-                flat = np.empty(size, pairs[0][1].dtype)
-            else:
-                flat = variable.numpy().ravel()
+            is_all = sum(shard.stop - shard.start for shard, _ in pairs) == size
+            flat = np.empty(size, pairs[0][1].dtype) if is_all else variable.numpy().ravel()
             for shard, array in pairs:
                 flat[shard.start : shard.stop] = array.ravel()
             variable.assign(tf.cast(flat.reshape(variable.shape), variable.dtype))
@@ -185,12 +175,11 @@ class NamedValues:
         end = 0
         for shard in shards:
             variable, row_size = shard.variable, prod(shard.variable.shape[1:])
-            function = self._function("read", variable, lambda a, b, of=variable: of.read_value_no_copy()[a:b])
-            last, rows = shard.stop // row_size, self._rows_at_once(variable)
-            for start in range(shard.start // row_size, last, rows):
-                piece = function(tf.constant(start), tf.constant(min(last, start + rows))).numpy().ravel()
-                target[end : end + piece.size] = piece
-                end += piece.size
+            read = self._function("read", variable, lambda a, b, of=variable: of.read_value_no_copy()[a:b])
+            for start, stop in self._spans(variable, shard.start // row_size, shard.stop // row_size):
+                rows = read(tf.constant(start), tf.constant(stop)).numpy().ravel()
+                target[end : end + rows.size] = rows
+                end += rows.size
 
     def _write_large(self, shard: StoredShard, value: np.ndarray | tf.Tensor, begin: int = 0) -> None:
         """Writes a shard, some rows at a time, from element `begin` of a value on."""
@@ -199,25 +188,26 @@ class NamedValues:
         def assign(start: tf.Tensor, stop: tf.Tensor, rows: tf.Tensor) -> None:
             assign_rows(variable, start, stop, rows)
 
-        function = self._function("write", variable, assign, tf.TensorSpec([None, *variable.shape[1:]], variable.dtype))
-        first, rows = shard.start // row_size, self._rows_at_once(variable)
-        source, end = begin // row_size, (shard.stop - shard.start) // row_size
+        write = self._function("write", variable, assign, tf.TensorSpec([None, *variable.shape[1:]], variable.dtype))
+        first, source = shard.start // row_size, begin // row_size
         is_there = tf.is_tensor(value)
         # Another task cuts what it has, and sends it by way of this process: servers do not know each other.
         with tf.device(value.device if is_there else None):
             of_rows = (tf.reshape if is_there else np.reshape)(value, (-1, *variable.shape[1:]))
-        for start in range(0, end, rows):
-            stop = min(end, start + rows)
+        for start, stop in self._spans(variable, 0, (shard.stop - shard.start) // row_size):
             with tf.device(value.device if is_there else None):
                 chosen = tf.convert_to_tensor(of_rows[source + start : source + stop], variable.dtype)
             if is_there and value.device != variable.device:
                 with tf.device("CPU:0"):
                     chosen = tf.identity(chosen)
             # As an argument of a function, a tensor reaches a server several times faster than by itself.
-            function(tf.constant(first + start), tf.constant(first + stop), chosen)
+            write(tf.constant(first + start), tf.constant(first + stop), chosen)
 
-    def _rows_at_once(self, variable: tf.Variable) -> int:
-        return max(1, StoredShard.slice_bytes // (prod(variable.shape[1:]) * variable.dtype.size))
+    @staticmethod
+    def _spans(variable: tf.Variable, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows `start` to `stop` of a variable, as many at a time as travel at once."""
+        step = max(1, StoredShard.slice_bytes // (prod(variable.shape[1:]) * variable.dtype.size))
+        return pairwise([*range(start, stop, step), stop])
 
     def _function(
         self, kind: str, variable: tf.Variable, function: Callable[..., object], *specs: tf.TensorSpec

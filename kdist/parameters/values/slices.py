@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,8 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 from kdist.errors import NonFiniteError
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.tables.dynamic_table import IDS, TABLES, EvictedRows
+from kdist.parameters.placement.messages import cut
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.rows import replace_rows, resizable_variable
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.named_values import Slice, assign_rows
@@ -139,13 +140,12 @@ class FixedSlices(Slices):
                 self._floats[variable.device].append(variable)
         # Slices of one variable come in its order, so that a group has a run of its elements.
         number = {id(variable): i for i, variable in enumerate(self._variables)}
-        self._groups: dict[str, list[list[Slice]]] = defaultdict(list)
+        of_devices: dict[str, list[Slice]] = defaultdict(list)
         for each in sorted(slices, key=lambda each: (number[id(each.variable)], each.offset)):
-            of_device = self._groups[each.variable.device]
-            size = sum(other.num_bytes for other in of_device[-1]) if of_device else 0
-            if not of_device or size + each.num_bytes > StoredShard.slice_bytes:
-                of_device.append([])
-            of_device[-1].append(each)
+            of_devices[each.variable.device].append(each)
+        self._groups = {
+            device: cut(own, lambda each: each.num_bytes, StoredShard.slice_bytes) for device, own in of_devices.items()
+        }
 
     def plan(self, folder: str, label: str) -> WritePlan:
         check = self.traced("check", lambda: [_are_finite(*of_device) for of_device in self._floats.items()])
@@ -240,17 +240,21 @@ class FixedSlices(Slices):
 
 
 @dataclass(frozen=True)
-class ServerRows:
-    """The rows of a table on a server, or a snapshot of them.
+class CopiedRows:
+    """The copies of some rows of a table, on its server.
 
     Attributes:
-        columns: variables by name, each `[capacity, ...]`, `ids` and `tables` among them.
+        stored: variables by column, each `[capacity, ...]`, `ids` and `tables` among them.
         num_rows: int64: rows with values.
     """
 
     device: str
-    columns: Mapping[str, tf.Variable]
+    stored: Mapping[str, tf.Variable]
     num_rows: tf.Variable
+
+
+#: Rows that can be written.
+ServerRows: TypeAlias = DynamicTable | CopiedRows
 
 
 class ChosenSlices(Slices):
@@ -287,13 +291,8 @@ class ChosenSlices(Slices):
                 present = tuple(np.flatnonzero(of_slice).tolist())
                 if not present:
                     continue
-                function = self.traced(
-                    ("save", server, present),
-                    partial(self._save, rows, present),
-                    tf.TensorSpec([], tf.string),
-                    tf.TensorSpec([], tf.int64),
-                    tf.TensorSpec([None, 2], tf.int64),
-                )
+                specs = tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 2], tf.int64)
+                function = self.traced(("save", server, present), partial(self._save, rows, present), *specs)
                 files.append(f"{label}-{server}-{number}")
                 where = np.stack([totals, end], 1)[list(present)]
                 arguments = f"{folder}/{files[-1]}", np.int64(number * self.slice_rows), where
@@ -306,8 +305,7 @@ class ChosenSlices(Slices):
         floats = [name for name in self.columns if self.columns[name].dtype.is_floating]
         checks = [
             partial(self._not_finite, floats, self.traced(("check", server), partial(self._are_finite, rows, floats)))
-            for server, rows in enumerate(self.rows)
-            if floats
+            for server, rows in enumerate(self.rows if floats else [])
         ]
         return WritePlan(files, checks, calls)
 
@@ -318,7 +316,7 @@ class ChosenSlices(Slices):
             specs = {IDS: ((), tf.int64), TABLES: ((), tf.int32), **specs}
             with tf.device(table.device):
                 columns = {name: resizable_variable(*spec) for name, spec in specs.items()}
-                copies.append(ServerRows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
+                copies.append(CopiedRows(table.device, columns, tf.Variable(tf.zeros([], tf.int64), trainable=False)))
 
         def fill(since: tf.Tensor) -> None:
             for table, copy in zip(self.tables, copies):
@@ -326,13 +324,13 @@ class ChosenSlices(Slices):
                     chosen = table.chosen(since)
                     values = {name: column.sparse_read(chosen) for name, column in table.stored.items()}
                     for name, value in {**values, **table.placed(chosen)}.items():
-                        replace_rows(copy.columns[name], value)
+                        replace_rows(copy.stored[name], value)
                     copy.num_rows.assign(tf.size(chosen, tf.int64))
 
         def release() -> None:
             for copy in copies:
                 with tf.device(copy.device):
-                    for column in copy.columns.values():
+                    for column in copy.stored.values():
                         replace_rows(column, tf.zeros([0, *column.shape[1:]], column.dtype))
 
         return ChosenSlices(self.names, self.tables, copies), fill, release
@@ -341,14 +339,8 @@ class ChosenSlices(Slices):
         """Lets every server take its rows from a checkpoint, in the place of the rows that their ids have."""
         shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
         columns = list(self.names[0])
-        load = self.traced(
-            "load",
-            self._load,
-            tf.TensorSpec([], tf.string),
-            tf.TensorSpec([len(columns)], tf.string),
-            tf.TensorSpec([], tf.int32),
-            *[tf.TensorSpec([], tf.int64)] * 3,
-        )
+        specs = [tf.TensorSpec([], tf.string), tf.TensorSpec([len(columns)], tf.string), tf.TensorSpec([], tf.int32)]
+        load = self.traced("load", self._load, *specs, *[tf.TensorSpec([], tf.int64)] * 3)
         for table, names in enumerate(self.names):
             if names[IDS] not in shapes:
                 raise tf.errors.NotFoundError(None, None, f"{path} has no {names[IDS]}")
@@ -366,7 +358,7 @@ class ChosenSlices(Slices):
     def rows_of(self, rows: ServerRows, start: tf.Tensor, table: Any) -> tf.Tensor:
         """The rows of a table in a slice of all rows, int64 `[n]`; traced."""
         of_slice = tf.range(start, tf.minimum(start + self.slice_rows, rows.num_rows.read_value()))
-        return tf.boolean_mask(of_slice, tf.equal(rows.columns[TABLES].sparse_read(of_slice), table))
+        return tf.boolean_mask(of_slice, tf.equal(rows.stored[TABLES].sparse_read(of_slice), table))
 
     def _counts(self, rows: ServerRows) -> np.ndarray:
         """The number of rows of each table in each slice: int64 `[slices, tables]`."""
@@ -375,7 +367,7 @@ class ChosenSlices(Slices):
         def count() -> tf.Tensor:
             with tf.device(rows.device):
                 used = tf.range(rows.num_rows.read_value())
-                tables = tf.cast(rows.columns[TABLES].sparse_read(used), tf.int64)
+                tables = tf.cast(rows.stored[TABLES].sparse_read(used), tf.int64)
                 where = tf.boolean_mask(used // self.slice_rows * num_tables + tables, tables >= 0)
                 num_slices = (tf.size(used, tf.int64) + self.slice_rows - 1) // self.slice_rows
                 return tf.math.bincount(tf.cast(where, tf.int32), minlength=tf.cast(num_slices, tf.int32) * num_tables)
@@ -392,7 +384,7 @@ class ChosenSlices(Slices):
                 chosen = self.rows_of(rows, start, int(table))
                 total, first = places[number, 0], places[number, 1]
                 for column, name in self.names[table].items():
-                    variable = rows.columns[column]
+                    variable = rows.stored[column]
                     names.append(name)
                     specs.append(_slice_spec(variable.shape[1:], total, first, tf.size(chosen)))
                     tensors.append(variable.sparse_read(chosen))
@@ -463,7 +455,7 @@ class ChosenSlices(Slices):
     def _are_finite(self, rows: ServerRows, columns: Sequence[str]) -> tf.Tensor:
         def check(start: tf.Tensor, flags: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             stop = tf.minimum(start + self.slice_rows, num_rows)
-            values = [rows.columns[column].sparse_read(tf.range(start, stop)) for column in columns]
+            values = [rows.stored[column].sparse_read(tf.range(start, stop)) for column in columns]
             return stop, flags & tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
         with tf.device(rows.device):

@@ -59,9 +59,8 @@ class ValueFiles:
         self._dynamic = DynamicValues([]) if dynamic is None else dynamic
         self._chief = chief_device()
         changed: list[ChosenSlices] = []
-        names_by_rows = set[str]()
+        by_rows = set[str]()
         self._evicted: list[EvictedRows] = []
-
         for names, tables in groups:
             # First: an id that was evicted may have come again.
             if evicted := [table.evicted for table in tables if table.evicted is not None]:
@@ -70,9 +69,9 @@ class ValueFiles:
             columns = [name for name in tables[0].stored if name not in (IDS, TABLES)]
             # As in a checkpoint, but with changed rows only, and their ids.
             by_column = [{IDS: f"{CHANGED_IDS}{name}", **dynamic_names(name, columns)} for name in names]
-            names_by_rows.update(name for of_table in by_column for name in of_table.values())
+            by_rows.update(*(of_table.values() for of_table in by_column))
             changed.append(ChosenSlices(by_column, tables))
-        self.by_rows = frozenset(names_by_rows)
+        self.by_rows = frozenset(by_rows)
         slices = list(values.slices())
         #: The content of a checkpoint, and of a delta. The chief writes values with copies to all of them.
         self._whole: list[Slices] = [FixedSlices(slices, values.copies), *self._dynamic.slices]
@@ -88,7 +87,7 @@ class ValueFiles:
             since: the interval after which rows have changed that the next delta has; None if there is none.
 
         Returns:
-            The number of the interval that it ends; None if there are none.
+            The interval that it ends; None if there are none.
         """
         if not self._intervals:
             return None
@@ -109,7 +108,6 @@ class ValueFiles:
         """Prepares a checkpoint.
 
         Args:
-            prefix: of its files.
             others: values to add to it, by name.
             since: only rows that have changed since then are written, and all other values: a delta.
             copies: whether tasks copy the values where they are, so that they may change while they are written; until
@@ -126,8 +124,12 @@ class ValueFiles:
         parts = self._whole if since is None else self._delta
         # The rows of a delta are chosen when they are copied.
         copied = parts if copies else self._delta[1:] if since is not None else []
+        # Another name each time: a task that could not finish may still be writing when the next attempt begins.
+        folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
+        folder.mkdir()
         follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
-        folder = self._make_folder(prefix, {**others, **follows})
+        self._write(folder / "others", {**others, **follows})
+        self._look_for(folder / "others.index")
         # Functions are traced here, because another thread may not trace any.
         plan = WritePlan()
         for number, part in enumerate(parts):
@@ -198,15 +200,6 @@ class ValueFiles:
         """Writes values that have travelled to the chief."""
         refuse([name for name, value in values.items() if not is_finite(value)])
         self._write(prefix, {**values, **others})
-
-    def _make_folder(self, prefix: Path, others: Mapping[str, np.ndarray]) -> Path:
-        """Makes a folder for the files of a checkpoint, with `others` in it."""
-        # Another name each time: a task that could not finish may still be writing when the next attempt begins.
-        folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
-        folder.mkdir()
-        self._write(folder / "others", others)
-        self._look_for(folder / "others.index")
-        return folder
 
     def _write(self, prefix: Path, values: Mapping[str, np.ndarray]) -> None:
         with tf.device(self._chief):

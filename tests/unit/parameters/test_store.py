@@ -16,7 +16,6 @@ from helpers import toy_data
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.prepared_training import prepare
 
@@ -38,7 +37,7 @@ def make_store(run_dir: Path, num_servers: int, build_model: Callable[[], keras.
     x, y = toy_data()
     request = trainer._fit_of(x, y, batch_size=8)
     prepared = prepare(request.training_spec(request.training_data), 1)
-    return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(ServerOptions())))
+    return prepared.store(["/CPU:0"] * num_servers, prepared.plan(num_servers, ServerOptions()))
 
 
 def push(store: ParameterStore, broken: int | None = None) -> None:

@@ -10,7 +10,6 @@ from keras import layers
 import kdist
 from kdist.config.schema import ServerOptions
 from kdist.data.base import iterator_spec
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.parameter_server import PrefetchTuner
@@ -41,7 +40,7 @@ def prepared(run_dir: Path) -> PreparedTraining:
 
 
 def store_of(training: PreparedTraining) -> ParameterStore:
-    plan = training.plan(2, PlacementPolicy.of(ServerOptions()))
+    plan = training.plan(2, ServerOptions())
     return training.store(["/job:localhost/task:0/device:CPU:0"] * 2, plan)
 
 

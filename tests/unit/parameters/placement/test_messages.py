@@ -25,9 +25,9 @@ def test_rows_of_tables_and_dense_tensors_travel_as_one(dtype: str, in_graph: bo
     }
 
     def travel(sent: dict[str, tf.Tensor | tf.IndexedSlices]) -> dict[str, tf.Tensor | tf.IndexedSlices]:
-        (fused,) = fuse_by(sent, lambda key: "", on_source=False)
-        assert fused.tensor.dtype == dtype
-        return fused.split()
+        ((tensor, layout),) = fuse_by(sent, lambda key: "", on_source=False)
+        assert tensor.dtype == dtype
+        return layout.split(tensor)
 
     arrived = (tf.function(travel, autograph=False) if in_graph else travel)(sent)
     assert arrived.keys() == sent.keys()
@@ -41,9 +41,9 @@ def test_rows_of_tables_and_dense_tensors_travel_as_one(dtype: str, in_graph: bo
 
 def test_rows_travel_rounded_and_their_indices_do_not() -> None:
     sent = {"table": rows([1, 2**33 + 3], 4, "float32")}
-    (fused,) = fuse_by(sent, lambda key: "", on_source=False, wire=Wire(tf.bfloat16))
-    arrived = fused.split()["table"]
-    assert fused.tensor.dtype == tf.bfloat16
+    ((tensor, layout),) = fuse_by(sent, lambda key: "", on_source=False, wire=Wire(tf.bfloat16))
+    arrived = layout.split(tensor)["table"]
+    assert tensor.dtype == tf.bfloat16
     assert arrived.dtype == tf.float32
     np.testing.assert_array_equal(arrived.indices, sent["table"].indices)
     np.testing.assert_array_equal(arrived.values, tf.cast(tf.cast(sent["table"].values, tf.bfloat16), tf.float32))
@@ -52,15 +52,15 @@ def test_rows_travel_rounded_and_their_indices_do_not() -> None:
 def test_tensors_travel_by_device_and_dtype() -> None:
     sent = {"a": tf.zeros([2]), "b": tf.zeros([3], tf.int32), "c": tf.zeros([4]), "d": rows([1], 2, "float32")}
     fused = fuse_by(sent, {"a": "x", "b": "x", "c": "x", "d": "y"}.__getitem__, on_source=False)
-    assert [set(f.split()) for f in fused] == [{"a", "c"}, {"b"}, {"d"}]
+    assert [set(layout.split(tensor)) for tensor, layout in fused] == [{"a", "c"}, {"b"}, {"d"}]
 
 
 def test_what_is_too_large_together_travels_in_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wire, "max_bytes", 40)
     sent = {name: tf.range(size, dtype=tf.float32) for name, size in {"a": 5, "b": 4, "c": 30, "d": 1}.items()}
     fused = fuse_by(sent, lambda key: "", on_source=False)
-    assert [list(one.layout.shapes) for one in fused] == [["a", "b"], ["c"], ["d"]]
-    arrived = {key: value for one in fused for key, value in one.split().items()}
+    assert [list(layout.shapes) for _, layout in fused] == [["a", "b"], ["c"], ["d"]]
+    arrived = {key: value for tensor, layout in fused for key, value in layout.split(tensor).items()}
     for name, value in sent.items():
         np.testing.assert_array_equal(arrived[name], value)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kdist.config.schema import PLACEMENT_POLICIES, ServerOptions
 from kdist.errors import ConfigError
-from kdist.parameters.placement.plan import PlacementPlan, PlacementPolicy, Variable
+from kdist.parameters.placement.plan import PlacementPlan, Variable, servers_for, splits
 from kdist.parameters.placement.plan import place as place_by
 
 SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tuple), min_size=1, max_size=25)
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tupl
 def place(
     variables: list[Variable], num_servers: int, policy: str, partition_min_bytes: int = 1 << 18
 ) -> PlacementPlan:
-    return place_by(variables, num_servers, PlacementPolicy(policy, partition_min_bytes))
+    return place_by(variables, num_servers, ServerOptions(placement=policy, partition_min_bytes=partition_min_bytes))
 
 
 def variable(name: str, shape: tuple[int, ...], *, can_be_cut: bool = True) -> Variable:
@@ -72,9 +72,9 @@ def test_every_row_of_every_variable_is_on_one_server(
         bounds = [(shard.start, shard.stop) for shard in shards]
         assert [row for start, stop in bounds for row in range(start, stop)] == list(range(whole.num_rows))
         assert all(0 <= shard.server < num_servers for shard in shards)
-        splits = PlacementPolicy(policy, partition_min_bytes)
-        is_large = splits.splits and whole.can_be_cut and whole.value_bytes > partition_min_bytes
-        num_used, _ = splits.servers_for(given_variables, num_servers)
+        options = ServerOptions(placement=policy, partition_min_bytes=partition_min_bytes)
+        is_large = splits(options) and whole.can_be_cut and whole.value_bytes > partition_min_bytes
+        num_used, _ = servers_for(given_variables, num_servers, options)
         assert len(shards) == (min(num_used, whole.num_rows) if is_large else 1)
 
 
@@ -83,7 +83,7 @@ def test_every_row_of_every_variable_is_on_one_server(
 )
 def test_auto_uses_as_few_servers_as_bytes_and_workers_need(kilobytes: int, num_workers: int, num_used: int) -> None:
     given_variables = [variable("kernel", (250 * kilobytes // 2,)), variable("other", (250 * kilobytes // 2,))]
-    plan = place_by(given_variables, 4, PlacementPolicy("auto", 1 << 10, num_workers))
+    plan = place_by(given_variables, 4, ServerOptions(placement="auto", partition_min_bytes=1 << 10), num_workers)
     assert [num_bytes > 0 for num_bytes in plan.bytes_by_server] == [server < num_used for server in range(4)]
     assert f"{kilobytes / 1000:,.2f} MB for each of {num_workers} workers in every step" in plan.table()
     assert (f"on {num_used} of 4 servers" if num_used < 4 else "on all 4 servers") in plan.table()
@@ -106,7 +106,7 @@ def test_a_table_that_is_always_cut_is_cut_under_every_policy() -> None:
 
 
 def test_what_travels_is_cut_into_parts_that_can_be_sent() -> None:
-    policy = PlacementPolicy("round_robin", 1 << 18)
+    policy = ServerOptions(placement="round_robin", partition_min_bytes=1 << 18)
     kernel, small, table = (variable(name, (1000, 250)) for name in ("kernel", "small", "table"))
     whole = variable("whole", (1000, 250), can_be_cut=False)
     small, table = replace(small, shape=(10, 250), value_bytes=10_000), replace(table, travels=False)

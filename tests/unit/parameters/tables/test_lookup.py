@@ -20,7 +20,6 @@ from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.embedding_lookup import TableGroup, group_tables
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.calls import UnrolledCalls
@@ -62,7 +61,7 @@ def prepared(run_dir: Path, optimizer: str = "adam", lengths: Sequence[int] = RO
 
 
 def store_of(training: PreparedTraining, num_servers: int) -> ParameterStore:
-    plan = training.plan(num_servers, PlacementPolicy.of(ServerOptions()))
+    plan = training.plan(num_servers, ServerOptions())
     return training.store(["/job:localhost/task:0/device:CPU:0"] * num_servers, plan)
 
 

@@ -20,7 +20,6 @@ from kdist.errors import CheckpointError, NonFiniteError
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tables.dynamic_table import DynamicTable
 from kdist.parameters.values.slices import WritePlan
@@ -72,7 +71,7 @@ class Servers:
         ids, y = np.zeros((batch, 4), np.int64), np.zeros((batch, 1), np.float32)
         request = trainer._fit_of(ids, y, batch_size=batch)
         prepared = prepare(request.training_spec(request.training_data), 1)
-        plan = prepared.plan(num_servers, PlacementPolicy.of(ServerOptions()))
+        plan = prepared.plan(num_servers, ServerOptions())
         self.store = prepared.store([CPU] * num_servers, plan)
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self._element = prepared.trace_dataset().structured_outputs.element_spec
@@ -216,8 +215,8 @@ def test_what_is_copied_is_written_whatever_becomes_of_the_rows(tmp_path: Path) 
     others.store.restore(servers.checkpoints.path(1), [tmp_path / "delta-2"])
     assert_same_bits(others.values(), now)
     for changed in servers.store.files._delta[1:]:
-        for rows in changed._snapshot[0]._rows:
-            assert not any(tf.size(column.read_value()).numpy() for column in rows.columns.values())
+        for rows in changed._snapshot[0].rows:
+            assert not any(tf.size(column.read_value()).numpy() for column in rows.stored.values())
 
 
 @pytest.mark.long

@@ -23,7 +23,6 @@ from kdist.config.schema import ServerOptions
 from kdist.hooks import CheckpointSaver
 from kdist.layers import DynamicEmbedding, Embedding, Eviction
 from kdist.parameters.placement.blocks import StoredShard
-from kdist.parameters.placement.plan import PlacementPolicy
 from kdist.parameters.store import ParameterStore
 from kdist.run.checkpoint import Checkpoints
 from kdist.strategies.prepared_training import prepare
@@ -65,7 +64,7 @@ def store_of(build: Callable[[], keras.Model], num_servers: int, folder: Path) -
     request = trainer._fit_of(x, y, batch_size=BATCH)
     prepared = prepare(request.training_spec(request.training_data), 1)
     options = ServerOptions(placement="partitioned", partition_min_bytes=512)
-    return prepared.store([CPU] * num_servers, prepared.plan(num_servers, PlacementPolicy.of(options)))
+    return prepared.store([CPU] * num_servers, prepared.plan(num_servers, options))
 
 
 def stored_by(store: ParameterStore) -> Any:
