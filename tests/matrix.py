@@ -91,8 +91,10 @@ def _install(row: Row, environment: Path) -> None:
     pinned = {"tensorflow", "keras", "kdist"}
     wanted = {None, "dev", "parquet", "kafka", "optuna", "joblib"}
     others = [
-        # The TensorBoard that goes with the TensorFlow.
-        requirement.name if requirement.name == "tensorboard" else f"{requirement.name}{requirement.specifier}"
+        # The versions that go with the TensorFlow: newer ones need a protobuf that it does not take.
+        requirement.name
+        if requirement.name in {"tensorboard", "grain"}
+        else f"{requirement.name}{requirement.specifier}"
         for requirement in REQUIREMENTS
         if requirement.name not in pinned
         and any(requirement.marker is None or requirement.marker.evaluate({"extra": extra or ""}) for extra in wanted)
