@@ -87,16 +87,15 @@ def _install(row: Row, environment: Path) -> None:
     if interpreter is None:
         raise SystemExit(f"matrix: no interpreter python{row.python} was found on PATH or under pyenv")
     subprocess.run([interpreter, "-m", "venv", "--clear", str(environment)], check=True)
-    # kdist comes last, alone: pip refuses what is outside its ranges.
-    pinned = {"tensorflow", "keras", "kdist"}
+    # kdist comes last, alone: pip refuses what is outside its ranges. grain needs a newer protobuf than the lowest
+    # TensorFlow takes; its tests are skipped.
+    left_out = {"tensorflow", "keras", "kdist", "grain"}
     wanted = {None, "dev", "parquet", "kafka", "optuna", "joblib"}
     others = [
-        # The versions that go with the TensorFlow: newer ones need a protobuf that it does not take.
-        requirement.name
-        if requirement.name in {"tensorboard", "grain"}
-        else f"{requirement.name}{requirement.specifier}"
+        # The TensorBoard that goes with the TensorFlow.
+        requirement.name if requirement.name == "tensorboard" else f"{requirement.name}{requirement.specifier}"
         for requirement in REQUIREMENTS
-        if requirement.name not in pinned
+        if requirement.name not in left_out
         and any(requirement.marker is None or requirement.marker.evaluate({"extra": extra or ""}) for extra in wanted)
     ]
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
