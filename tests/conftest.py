@@ -72,6 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Prints the tables of the drills and of the programs that ran."""
+    if hasattr(config, "workerinput"):
+        # A worker of xdist knows of its own tests only, and would write their table although others failed.
+        return
     # A drill reports when it has passed, and pytest tells of that when the test is torn down.
     ended = [report for report in terminalreporter.getreports("") if getattr(report, "when", "") == "teardown"]
     reported = [entry for report in ended for entry in report.user_properties]

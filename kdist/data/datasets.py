@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections import deque
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -124,8 +123,7 @@ class PassQueue(Splits, Passes):
 
     def state(self) -> str:
         with self._changed:
-            found = [self.first_epoch, self._is_found, self._num_finished]
-            return json.dumps({"found": found, "unread": [[part.name, part.num_read] for part in self._unread]})
+            return self._dump([self.first_epoch, self._is_found, self._num_finished])
 
     def restore(self, state: str | None) -> None:
         decoded = json.loads(state) if state else {}
@@ -133,8 +131,7 @@ class PassQueue(Splits, Passes):
         found = [*decoded.get("found", [0, False]), 0]
         with self._changed:
             self.first_epoch, self._is_found, self._num_finished = found[:3]
-            self._waiting = deque(Split(*each) for each in decoded.get("unread", ()))
-            self._reading.clear()
+            self._wait_with(decoded.get("unread", ()))
         if self.pass_has_ended():
             self.begin_pass()
 

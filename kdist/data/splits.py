@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -158,6 +158,15 @@ class Splits(abc.ABC):
     def _unread(self) -> list[Any]:
         """The splits that are not read to their end, as far as they were found."""
         return [*self._reading.values(), *self._waiting]
+
+    def _dump(self, found: Any) -> str:
+        """The state as JSON: which splits were found, and those that are unread."""
+        return json.dumps({"found": found, "unread": [[split.name, split.num_read] for split in self._unread]})
+
+    def _wait_with(self, unread: Iterable[tuple[str, int]]) -> None:
+        """Lets the unread splits of a state wait for workers, in the place of the present ones."""
+        self._waiting = deque(Split(*each) for each in unread)
+        self._reading.clear()
 
 
 class Passes(abc.ABC):
@@ -330,8 +339,7 @@ class SplitQueue(Splits):
 
     def state(self) -> str:
         with self._changed:
-            unread = [[split.name, split.num_read] for split in self._unread]
-            return json.dumps({"found": self._enumerator.state(), "unread": unread})
+            return self._dump(self._enumerator.state())
 
     def restore(self, state: str | None) -> None:
         if state is None:
@@ -339,8 +347,7 @@ class SplitQueue(Splits):
         decoded = json.loads(state)
         with self._changed:
             self._enumerator.restore(decoded["found"])
-            self._waiting = deque(Split(*each) for each in decoded["unread"])
-            self._reading.clear()
+            self._wait_with(decoded["unread"])
             self._last_look = self._idle_since = None
 
     def _discover(self) -> None:

@@ -51,20 +51,27 @@ def evaluations(
     Yields:
         The step, and loss and metrics; None if the newest checkpoint was evaluated before, or cannot be read.
     """
-    data = arguments.training_data(preprocessing_of(source.model))
-    # Builds the model.
-    prepare(TrainingSpec(source.model, data, arguments.batch_size, None, 0, Path()), 1)
+    _build(source.model, arguments)
     validator = Validator(source.model, arguments)
     while True:
         newest = max(checkpoints.steps(), default=-1)
         # A run that starts over has smaller steps.
         values = None if newest in (-1, after) else checkpoints.read(newest)
-        if values is None:
-            # It may be deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
+        # It may be deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
+        logs = None if values is None else validator.of_values(values)
+        # Otherwise they would be in memory beside those of the next one.
+        del values
+        if logs is None:
             yield None
         else:
             after = newest
-            yield newest, validator.of_values(values)
+            yield newest, logs
+
+
+def _build(model: keras.Model, arguments: ValidationArguments) -> None:
+    """Gives a model its variables, as for training."""
+    data = arguments.training_data(preprocessing_of(model))
+    prepare(TrainingSpec(model, data, arguments.batch_size, None, 0, Path()), 1)
 
 
 #: x, y and sample_weight.

@@ -52,7 +52,7 @@ class Tracker(Hook, abc.ABC):
         #: The thread, and calls for it; None between two fits.
         self._thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     @abc.abstractmethod
     def _start(self, earlier: Mapping[str, Any], result: Result) -> Mapping[str, Any]:
@@ -144,7 +144,7 @@ class Tracker(Hook, abc.ABC):
             try:
                 if not has_failed:
                     call()
-            except Exception as error:  # noqa: BLE001 - whatever a network or a package may raise
+            except BaseException as error:  # noqa: BLE001 - whatever a network or a package raises, `sys.exit` too
                 self._error, has_failed = error, True
 
     def _report_error(self) -> None:

@@ -279,7 +279,7 @@ class MetricRows:
         """Turns the counts of all replicas together into those of one process, given the examples of each step."""
         values = list(self.values)
         for loss, (total, count) in self.reader.loss_counts:
-            values[total], values[count] = loss.as_by_keras(values[total], values[count], num_examples)
+            values[total], values[count] = loss.as_by_keras(self.values[total], self.values[count], num_examples)
         return MetricRows(self.reader, tuple(values))
 
     def total(self) -> MetricTotals:

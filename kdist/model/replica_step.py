@@ -259,8 +259,9 @@ class ReplicaStep:
         terms, means = self._terms or LossTerms(), self.returned.means
         counted = [LossCount(means[name], is_sum=True) for name in sorted(self.returned.sums & set(means))]
         if self.own is not None:
-            own = [metric for metric in (*self.model.metrics, loss_tracker(self.model)) if metric.name not in means]
-            sums = [m for m in own if isinstance(m, keras.metrics.Mean) and m.name in self.returned.sums]
+            # The tracker of the loss is one of `metrics` unless the model overrides them.
+            own = {id(metric): metric for metric in (*self.model.metrics, loss_tracker(self.model))}.values()
+            sums = [m for m in own if isinstance(m, keras.metrics.Mean) and m.name in self.returned.sums - set(means)]
             return [*counted, *(LossCount(metric, is_sum=True, own_counts=self._num_replicas) for metric in sums)]
         # Keras takes the mean of a loss that is not reduced.
         if self.updates.loss is not Term.MEAN and Term.VALUES not in terms.compiled:

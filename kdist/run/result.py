@@ -39,6 +39,7 @@ class Origin:
         config: the config; None if there is none but the arguments of a `Trainer`.
         overrides: `key=value`, of the command line.
         git: `commit` and `dirty` (None if unknown) of the working directory; None outside of a repository.
+        host: the name of the machine.
         started: the time of the start; ISO 8601, UTC.
     """
 
@@ -105,7 +106,8 @@ class Gradients:
     """The fate of the gradients of this run.
 
     Attributes:
-        applied, dropped: the numbers of gradients; each applied one is a global step.
+        applied: the number of applied gradients; each is one global step.
+        dropped: the number of computed gradients that were not applied.
         staleness_mean, staleness_max: over the applied ones: how many others were applied between the pull of the
             parameters and the push of the gradient.
         by_worker: the fate of each worker's gradients, by its name (`worker:0`); empty without servers.
@@ -133,6 +135,7 @@ class Result:
         examples: the number of training examples that this run used.
         metrics: `train`: loss and metrics of the last epoch; `validation`: of the final parameters.
         best: the best value of each validation metric, by name: `value`, `step` and `mode` (`min` or `max`).
+        gradients: see `Gradients`.
         restarts: restarted `worker`s, and restarts of the whole `cluster`.
         extra_steps: steps beyond the requested ones, repeated after the loss of a worker.
         overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
@@ -143,6 +146,7 @@ class Result:
         seed: the start of shuffling and random states; None if the run failed before it had one.
         overrides, git, host, started: see `Origin`.
         ended: the time of the end; ISO 8601, UTC.
+        versions: the versions of kdist, TensorFlow, Keras and others, and of Python.
     """
 
     status: str = "failed"

@@ -31,7 +31,8 @@ class RunValues:
     Attributes:
         global_step: updates applied after it.
         num_steps: updates that it added.
-        warming_up: True if functions were traced during the run, so that its `seconds` say nothing about speed.
+        seconds: its duration.
+        warming_up: True if functions were traced during the run, so that `seconds` says nothing about speed.
         steps: the reports of its steps, in the order in which they finished.
     """
 
@@ -43,6 +44,7 @@ class RunValues:
 
     @cached_property
     def num_examples(self) -> int:
+        """The number of examples in its updates."""
         return int(self.steps.num_examples.sum())
 
     @cached_property

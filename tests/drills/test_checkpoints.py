@@ -290,7 +290,7 @@ def test_kill_9_during_a_save_in_the_background_leaves_the_checkpoint_before(dri
             assert run.end().code == 143
         saved = steps_saved(folder)
         assert int(values(folder, saved[-1])["global_step"]) == saved[-1]
-    ended = drill.start(*arguments, f"train.steps={saved[-1] + 20}").end()
+    ended = drill.start(*arguments, f"train.steps={saved[-1] + 20}").end(300)
     assert ended.code == 0
     assert names(folder) == whole(folder)
     drill.report(

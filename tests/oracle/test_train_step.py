@@ -383,7 +383,11 @@ class Summing(keras.Model):
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
         self.total.update_state(loss)
         self.average.update_state(errors)
-        return {"total": self.total.result(), "average": self.average.result()}
+        # As Keras's guide writes it; `metrics` begins with the tracker of the loss.
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 def test_a_sum_that_a_step_counts_is_that_of_all_synchronous_replicas(run_dir: Path) -> None:

@@ -19,16 +19,22 @@ from kdist.run.result import Result
 class Notebook(Tracker):
     """Writes down what it would send; `fails_at` names a call that fails."""
 
-    def __init__(self, fails_at: str = "", timeout: float = 10.0, save_model: bool = False) -> None:
+    def __init__(
+        self,
+        fails_at: str = "",
+        timeout: float = 10.0,
+        save_model: bool = False,
+        error: type[BaseException] = ConnectionError,
+    ) -> None:
         super().__init__("json", "notebook", save_model, timeout)
         self.sent: list[Any] = []
         self.may_end = threading.Event()
         self.may_end.set()
-        self._fails_at = fails_at
+        self._fails_at, self._fails_with = fails_at, error
 
     def _send_or_fail(self, name: str, *what: Any) -> None:
         if name == self._fails_at:
-            raise ConnectionError(f"no route to {name}")
+            raise self._fails_with(f"no route to {name}")
         self.sent.append((name, *what))
 
     def _start(self, earlier: Mapping[str, Any], result: Result) -> Mapping[str, Any]:
@@ -83,6 +89,12 @@ def test_a_tracker_that_is_not_there_costs_one_warning(tmp_path: Path, fails_at:
     (warning,) = run(tracker, tmp_path)
     assert f"Notebook: no route to {fails_at}; training goes on" in warning
     assert len(tracker.sent) == sent
+
+
+def test_a_tracker_that_exits_costs_a_warning_and_not_the_rest_of_the_run_in_silence(tmp_path: Path) -> None:
+    tracker = Notebook("log", error=SystemExit)
+    (warning,) = run(tracker, tmp_path)
+    assert "Notebook: no route to log; training goes on" in warning
 
 
 def test_a_tracker_that_does_not_end_is_left_behind(tmp_path: Path) -> None:
