@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -136,8 +137,7 @@ class Trainer:
             run=RunConfig(
                 name=name or name_of_program(),
                 seed=seed,
-                # As in `1.5e9`, and in `inf` for a model that always comes back.
-                export_max_bytes=int(min(export_max_bytes, sys.maxsize)),
+                export_max_bytes=_whole(export_max_bytes),
                 grace_secs=grace_secs,
                 stop_signals=list(stop_signals),
                 storage_timeout=storage_timeout,
@@ -502,3 +502,10 @@ def _keras_verbose(verbose: int | str) -> int | str:
     """The `verbose` that Keras gets: its progress bar is for people."""
     check_verbose("verbose", verbose)
     return int(live.is_terminal() or live.is_notebook()) if verbose == "auto" else verbose
+
+
+def _whole(number: Any) -> Any:
+    """Turns `1.5e9`, and `inf` for no limit, into an int; the schema refuses other values that are not whole."""
+    if isinstance(number, float) and (number == math.inf or number.is_integer()):
+        return int(min(number, sys.maxsize))
+    return number

@@ -43,7 +43,7 @@ def _take_part(fit: Fit, membership: Membership) -> None:
                 fit.files,
                 membership,
                 start_timeout=cluster.start_timeout,
-                print_line=(lambda _: None) if fit.is_quiet else log.say,
+                print_line=fit.print_line,
             )
         elif membership.runs_program:
             stop.begin_to_serve()

@@ -28,7 +28,7 @@ from kdist.hooks.data_position import hooks_of
 from kdist.hooks.epochs import EPOCHS, EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
-from kdist.log import say, warn
+from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
 from kdist.run.result import Result, final_metrics
@@ -210,7 +210,7 @@ class LocalFit(Hook):
             max_restarts=fit.config.train.max_restarts,
             # Separately started tasks are restarted by those who started them.
             may_restart_tasks=fit.place.membership is None,
-            print_line=(lambda _: None) if fit.is_quiet else say,
+            print_line=fit.print_line,
         )
 
     def _data_and_strategy(self) -> tuple[TrainingData, Callable[[], Strategy]]:

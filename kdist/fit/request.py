@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -34,7 +34,7 @@ from kdist.dispatch import connection
 from kdist.errors import CheckpointError, ConfigError
 from kdist.evaluation.evaluate import ValidationArguments
 from kdist.hooks import CheckpointSaver, Hook
-from kdist.log import warn
+from kdist.log import say, warn
 from kdist.model.source import ModelSource, preprocessing_of
 from kdist.model.state import num_bytes
 from kdist.parameters.placement.plan import PlacementPlan
@@ -239,6 +239,11 @@ class Fit:
     def is_quiet(self) -> bool:
         """True if nothing is printed."""
         return bool(self.config.run.verbose == 0)
+
+    @property
+    def print_line(self) -> Callable[[str], None]:
+        """Prints a line, unless `is_quiet`."""
+        return (lambda _: None) if self.is_quiet else say
 
     @property
     def validation(self) -> ValidationArguments:

@@ -1,4 +1,5 @@
-"""Calls: several replica steps unrolled in one function, so that they share the cost of one dispatch."""
+"""Calls: several replica steps unrolled in one function, so that they share the cost of one dispatch; and the iterators
+on the workers that give them batches."""
 
 from __future__ import annotations
 

@@ -136,7 +136,9 @@ class MultiWorkerMirrored(AllReduce):
     def start(self, spec: TrainingSpec) -> None:
         self._tcp_timeouts.start()
         self._start(spec, self._distribution)
-        self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
+        # In every worker: collectives are numbered as they are traced.
+        if not self._membership.started_by_kdist:
+            self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
         self._bounded(self._share)
         self._pids = self._bounded(self._find_pids)
         self._is_started = True

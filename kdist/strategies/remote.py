@@ -263,10 +263,13 @@ class Processes:
     def _call(self, pipes: Sequence[Connection], name: str, arguments: Sequence[Any]) -> Any:
         message = dumps((name, arguments))
         with self._lock:
-            for pipe in pipes:
+            for index, pipe in enumerate(pipes):
                 # It is closed if the worker has ended, which `_result` finds.
-                with suppress(OSError):
-                    pipe.send_bytes(message)
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    try:
+                        pipe.send_bytes(message)
+                    except BlockingIOError:
+                        raise self._silent(index, "took nothing of a message") from None
             return self._result()
 
     def _result(self) -> Any:
@@ -275,10 +278,7 @@ class Processes:
                 self._check()
             is_error, content = loads(self._pipes[0].recv_bytes())
         except BlockingIOError:
-            secs = self._cluster.step_timeout
-            raise ClusterError(
-                f"worker:0 neither sent nor took a message for {secs:g} s (cluster.step_timeout)"
-            ) from None
+            raise self._silent(0, "sent nothing of a message") from None
         except (EOFError, OSError):
             is_error, content = True, ClusterError("worker:0 has closed its pipe")
         if is_error and isinstance(content, ClusterError):
@@ -312,6 +312,10 @@ class Processes:
                 f"{Task('worker', pids.index(pid))} has been stopped for {self._cluster.step_timeout:g} s "
                 "(cluster.step_timeout)"
             )
+
+    def _silent(self, index: int, how: str) -> ClusterError:
+        secs = self._cluster.step_timeout
+        return ClusterError(f"{Task('worker', index)} {how} for {secs:g} s (cluster.step_timeout)")
 
     def _left(self, index: int) -> BaseException | None:
         """The error that a worker has sent before it ended; None if it has sent none."""

@@ -631,3 +631,9 @@ def test_an_argument_that_fit_has_not_is_named(run_dir: Path) -> None:
 def test_a_number_of_bytes_may_be_written_as_a_float(export_max_bytes: float, run_dir: Path) -> None:
     fit(trainer := kdist.Trainer(models.mlp, run_dir=run_dir, export_max_bytes=export_max_bytes), steps=1)
     assert trainer.result.status == "done"
+
+
+@pytest.mark.parametrize("export_max_bytes", [0.5, -0.5, True, "2GB", float("nan")])
+def test_other_numbers_of_bytes_are_refused(export_max_bytes: Any) -> None:
+    with pytest.raises(kdist.ConfigError, match="run.export_max_bytes=.*: must be a whole number"):
+        kdist.Trainer(models.mlp, export_max_bytes=export_max_bytes)

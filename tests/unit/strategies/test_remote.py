@@ -1,11 +1,13 @@
 """The processes of a `Remote` strategy, and the pipe to them."""
 
 import os
+import threading
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kdist.cluster.processes.child import Child
@@ -84,6 +86,18 @@ class Alive(Ended):
 
     def poll(self) -> None:  # type: ignore[override]
         return None
+
+
+def test_a_worker_that_takes_no_message_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    processes: Any = Processes(2, 0, ClusterConfig("2w", step_timeout=1), tmp_path)
+    ends = [Pipe() for _ in range(2)]
+    for index, (here, _) in enumerate(ends):
+        processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
+        processes._pipes.append(here)
+    limit_waits(ends[1][0], 0.05)
+    threading.Thread(target=ends[0][1].recv_bytes, daemon=True).start()
+    with pytest.raises(ClusterError, match=r"worker:1 took nothing of a message for 1 s \(cluster.step_timeout\)"):
+        processes.call_all("run", 1, [np.zeros(1 << 21)])
 
 
 def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_does_alone(tmp_path: Path) -> None:
