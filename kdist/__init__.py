@@ -26,10 +26,12 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
+    from kdist.config.schema import ClusterConfig
     from kdist.data.base import DataContext
     from kdist.data.table_files import load_npz
     from kdist.extras.arriving_files import arriving_files
     from kdist.extras.kafka import kafka_topic
+    from kdist.extras.tf1_checkpoint import load_tf1_checkpoint
     from kdist.session import TrainSession
     from kdist.sweeps.load import load_runs
     from kdist.trainer import Trainer
@@ -43,6 +45,7 @@ moved.install()
 
 _MODULES = ("hooks", "layers")
 _LAZY = {
+    "ClusterConfig": "kdist.config.schema",
     "DataContext": "kdist.data.base",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
@@ -50,10 +53,12 @@ _LAZY = {
     "kafka_topic": "kdist.extras.kafka",
     "load_npz": "kdist.data.table_files",
     "load_runs": "kdist.sweeps.load",
+    "load_tf1_checkpoint": "kdist.extras.tf1_checkpoint",
 }
 
 __all__ = [
     "CheckpointError",
+    "ClusterConfig",
     "ClusterError",
     "ConfigError",
     "DataContext",
@@ -70,6 +75,7 @@ __all__ = [
     "layers",
     "load_npz",
     "load_runs",
+    "load_tf1_checkpoint",
     "trust",
 ]
 
