@@ -47,8 +47,10 @@ def forget_traced_functions() -> None:
     """Lets TensorFlow trace its functions for datasets of the tf.data service again.
 
     A function that was traced before tasks joined is unknown to them, and is missing where it is only referred to.
+    TensorFlow keeps them since 2.17.
     """
-    data_service_ops._get_uncompress_func.cache_clear()
+    if kept := getattr(data_service_ops, "_get_uncompress_func", None):
+        kept.cache_clear()
 
 
 def allow_many_next(iterator: Any) -> None:

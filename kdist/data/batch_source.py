@@ -121,9 +121,10 @@ class BatchSource:
         except KdistError:
             raise
         except Exception as error:
-            if isinstance(error, ValueError) and not _user_frame(error):
-                # Keras's own, about what it was given.
-                raise ConfigError(f"{self.name}: {error}") from error
+            # Keras's own, about what it was given. Before 3.13 it takes the first batch of an empty generator.
+            if isinstance(error, ValueError | IndexError) and not _user_frame(error):
+                told = "must yield at least one batch" if isinstance(error, IndexError) else error
+                raise ConfigError(f"{self.name}: {told}") from error
             raise self._failed(0, error) from error
         if batches.num_batches == 0:
             raise ConfigError(f"{self.name} has no batch")

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import needs_keras_3_13
 
 from kdist._compat.keras_state import ProgramSettings
 from kdist.data.pickling import dumps, loads, pack_program, unpack_program
@@ -129,6 +130,7 @@ def test_settings_of_keras_travel_with_a_program() -> None:
     assert keras.saving.get_registered_object("mine>Twice").__name__ == "Twice"
 
 
+@needs_keras_3_13
 @pytest.mark.usefixtures("settings_come_back")
 def test_a_thread_that_is_waited_for_has_the_settings_and_seeds_of_this_one() -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")
