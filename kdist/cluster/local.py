@@ -14,9 +14,8 @@ from pathlib import Path
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
-from kdist.cluster.processes.forkserver import TaskProgram
+from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.server import READY, TaskOptions
-from kdist.cluster.processes.task_processes import fork_server, start_task
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError

@@ -15,8 +15,8 @@ import pytest
 from helpers import catches, descendants, ignores, tasks_running, wait_until
 
 from kdist.cluster.local import LocalCluster, share_of_machine
-from kdist.cluster.processes import task_processes
-from kdist.cluster.processes.task_processes import share_fork_server
+from kdist.cluster.processes import forkserver
+from kdist.cluster.processes.forkserver import share_fork_server
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -57,7 +57,7 @@ def running(shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = N
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides what tests of other files have prepared."""
-    monkeypatch.setattr(task_processes, "_shared", [])
+    monkeypatch.setattr(forkserver, "_shared", [])
 
 
 def running_since(earlier: list[int]) -> list[int]:

@@ -1,8 +1,8 @@
-"""Starts tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
+"""Starts tasks at the cost of one, where the system allows that: a process imports TensorFlow once, and forks each.
 
 `python -m kdist.cluster.processes.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
 multiprocessing; the module is imported as well. It exits when its socket closes, or with its parent; its tasks exit
-with it. The chief's side is `ForkServer`.
+with it. The chief's side is `fork_server` and `start_task`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -28,7 +28,8 @@ from typing import IO, Any, NoReturn
 
 from kdist import forks
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import KILLED_SECS, end_children, end_with_parent, start_child
+from kdist.cluster.processes.child import Child, end_children, end_with_parent, start_child, task_environment
+from kdist.cluster.spec import Task
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -40,6 +41,9 @@ _CLOSE_SECS = 2.0
 _SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
 _MAX_DESCRIPTORS = 8
+
+#: Fork servers of the blocks of `share_fork_server` that this process is in.
+_shared: list[ForkServer] = []
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class ForkServer:
                 timeout = 0.0
             if self._tasks and self._socket.fileno() < 0:
                 # Without a report the exit code of a task is not known, but it has exited: tasks exit with the process.
-                code = self.process.wait(KILLED_SECS)
+                code = self.process.wait()
                 for task in self._tasks.values():
                     task.returncode = code or -9
                 self._tasks.clear()
@@ -183,6 +187,51 @@ class ForkServer:
             self._socket.close()
         end_children([self.process], _CLOSE_SECS)
         self.update(0.0)
+
+
+@contextmanager
+def share_fork_server(log: Path, *, train: bool = False) -> Iterator[None]:
+    """Starts a fork server that the blocks of `fork_server` inside this one use.
+
+    It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
+    """
+    with fork_server(log, train=train) as server, ExitStack() as at_end:
+        if server is not None:
+            _shared.append(server)
+            at_end.callback(_shared.remove, server)
+        yield
+
+
+@contextmanager
+def fork_server(log: Path, *, train: bool = False) -> Iterator[ForkServer | None]:
+    """The fork server of a block: a shared one that lives, or a new one, which ends with the block; see `start_task`.
+
+    To `train`, processes run a training loop; otherwise they only serve TensorFlow. A new one prints to `log`.
+    """
+    if sys.platform != "linux":
+        # A process that has imported TensorFlow may not survive a fork.
+        yield None
+        return
+    if living := [server for server in _shared if server.is_alive and server.can_train >= train]:
+        yield living[0]
+        return
+    with closing(ForkServer(task_environment(Task("worker", 0)), log, TRAINING if train else SERVING)) as server:
+        yield server
+
+
+def start_task(server: ForkServer | None, program: TaskProgram, start_timeout: float) -> Child:
+    """Starts a process that runs a program, as a fork of `server` if that is not None; returns at once."""
+    if server is not None:
+        return Child(lambda: server.fork(program), program.log, start_timeout)
+    return start_child(
+        [sys.executable, "-m", program.module, program.options],
+        program.log,
+        prints_to_log=program.prints_to_log,
+        start_timeout=start_timeout,
+        stdout=subprocess.PIPE,
+        env=program.environment,
+        pass_fds=program.pass_fds,
+    )
 
 
 class _Forks:

@@ -67,7 +67,7 @@ class TaskOptions:
 
 
 def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves with `TaskOptions` as JSON until the parent exits; see `kdist.cluster.processes.task_processes`."""
+    """Serves with `TaskOptions` as JSON until the parent exits; see `kdist.cluster.processes.forkserver`."""
     options = TaskOptions(**json.loads(text))
     name = f"{options.job}:{options.index}"
     # From the first moment on: importing TensorFlow takes seconds.
