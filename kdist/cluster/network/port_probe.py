@@ -140,7 +140,6 @@ class PortProbes:
             threading.Thread(target=self._work, args=[address, self._timers[task]], daemon=True).start()
 
     def listening(self) -> set[Task]:
-        """The tasks that listened when they were last probed."""
         return {task for task, timer in self._timers.items() if timer.last.state is State.LISTENING}
 
     def refusing(self) -> set[Task]:
@@ -178,15 +177,16 @@ class PortProbes:
 def meet(workers: Sequence[str], index: int, timeout: float) -> None:
     """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
 
-    A worker has joined when something listens at its address: the worker, in this function, or later its server.
-
-    Raises:
-        ClusterError: names the workers that did not join within `timeout` seconds; or this worker's address is in use.
+    A worker has joined when something listens at its address: the worker, in this function, or later its server. Raises
+    `ClusterError` for workers that do not join within `timeout` seconds, and if the address of this one is in use.
     """
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     deadline = time.monotonic() + timeout
     missing = {Task("worker", i): address for i, address in enumerate(workers) if i != index}
     try:
-        own = _listening(int(workers[index].rpartition(":")[2]), len(workers))
+        at = "", host_and_port(workers[index])[1]
+        own = socket.create_server(at, family=family, backlog=len(workers), dualstack_ipv6=has_ipv6)
     except OSError:
         me = Task("worker", index)
         raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
@@ -201,9 +201,3 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
             if time.monotonic() > deadline:
                 raise not_met(missing, {task: found[task].why for task in missing}, timeout)
             time.sleep(_MEET_POLL_SECS)
-
-
-def _listening(port: int, backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=backlog)

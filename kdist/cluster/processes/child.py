@@ -39,7 +39,7 @@ class Child:
 
     Args:
         start: starts it, with its log in place, as `subprocess.Popen` or an object with its methods.
-        log: gets its messages, after earlier ones; None if they go elsewhere.
+        log: gets its messages, after earlier ones, which `log_tail` leaves out; None if they go elsewhere.
         start_timeout: seconds that it has until `has_started`; `deadline` is their end.
     """
 
@@ -64,7 +64,6 @@ class Child:
         return self._process.stdout
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._process.poll()
 
     def has_started(self) -> None:
@@ -96,7 +95,6 @@ class Child:
         return how_it_ended(self.wait())
 
     def log_tail(self) -> str:
-        """The end of an error message about it: the place of its log, and the last lines."""
         return "" if self._log is None else log_tail(self._log, self._log_start)
 
 
