@@ -20,7 +20,7 @@ from typing import IO, NoReturn
 
 from helpers import environment
 
-from kdist.cluster.processes import forkserver, task_processes
+from kdist.cluster.processes import forkserver
 from kdist.cluster.processes.child import Child
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
@@ -111,7 +111,7 @@ def _run(
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["kdist", *arguments]
-    task_processes.ForkServer = _ForkServer  # type: ignore[misc]
+    forkserver.ForkServer = _ForkServer  # type: ignore[misc]
     from kdist.cli.main import main
 
     main()

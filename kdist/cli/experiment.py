@@ -122,7 +122,7 @@ def run_job(
     with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path
-        from kdist.cluster.processes.task_processes import share_fork_server
+        from kdist.cluster.processes.forkserver import share_fork_server
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
         shape = shape_of(checked.cluster, membership)

@@ -238,7 +238,7 @@ class ChiefWatch:
         Raises:
             ClusterError: it did not start, it failed, or it died.
         """
-        if self._lock.living_owner() is not None:
+        if self._lock.living() is not None:
             self._has_come, self._missing_since = True, None
             self.was_heard()
             return False

@@ -161,7 +161,7 @@ class TrainedRun:
             return steps[-1] if wanted is None else wanted
         if not self._is_of_file:
             error = ConfigError(f"{self._run}: has no checkpoint with the values of the model")
-            if RunLock(self._run.folder).living_owner() is not None:
+            if RunLock(self._run.folder).living() is not None:
                 error = ConfigError(f"{error}; the run has just begun: try again later")
                 error.exit_code = 75
             raise error

@@ -33,8 +33,7 @@ from kdist._compat import op_libraries
 from kdist.cluster.local import log_path, share_of_machine
 from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
-from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.task_processes import fork_server, start_task
+from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.watchdog import stopped_longer_than
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig

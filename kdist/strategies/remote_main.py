@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
-    """Runs a worker with the options of `Processes`; ends the process. See `kdist.cluster.processes.task_processes`."""
+    """Runs a worker with the options of `Processes`; ends the process. See `kdist.cluster.processes.forkserver`."""
     given = json.loads(options)
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     task = Task("worker", given["index"])

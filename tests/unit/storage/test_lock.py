@@ -158,7 +158,7 @@ def test_a_job_that_was_requeued_replaces_its_predecessor_at_once(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     write_lock(run_dir, held_by(host="elsewhere", job=job, job_restarts=restarts))
-    assert (RunLock(folder).living_owner() is None) is is_taken_over
+    assert (RunLock(folder).living() is None) is is_taken_over
 
 
 def test_a_process_of_the_same_job_on_this_machine_keeps_its_lock(
