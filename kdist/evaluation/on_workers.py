@@ -194,19 +194,14 @@ class _OnWorkers(abc.ABC):
         """
         self._shards.trace_transfer()
         make = function_for_tasks(self._shards.dataset, tf.TensorSpec([], tf.int64), *self._shards.specs)
-        if self.values is None:
-            assert training is not None
-            through = function_for_tasks(
-                lambda dataset: self._through(dataset, _with_pulled(training)), make.structured_outputs
-            )
-            return make, through
         variables = list(self._names.values())
-        through = function_for_tasks(
-            lambda dataset, given: self._through(dataset, _with_given(variables, given)),
-            make.structured_outputs,
-            [tf.TensorSpec(v.shape, v.dtype) for v in variables],
-        )
-        return make, through
+        specs = [] if self.values is None else [[tf.TensorSpec(v.shape, v.dtype) for v in variables]]
+
+        def through(dataset: tf.data.Dataset, *given: Sequence[tf.Tensor]) -> Any:
+            run = _with_given(variables, *given) if given or training is None else _with_pulled(training)
+            return self._through(dataset, run)
+
+        return make, function_for_tasks(through, make.structured_outputs, *specs)
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
         """A shard's dataset, on the worker that this is called for."""

@@ -132,8 +132,7 @@ class TrainedRun:
             self._prepare(self.model)
         data, batch_size = arguments.parts, arguments.batch_size
         if (pool := self._pool()) is not None:
-            logs = pool.evaluate(self.model, data, batch_size)
-            if logs is not None:
+            if (logs := pool.evaluate(self.model, data, batch_size)) is not None:
                 return logs
             warn("the workers cannot evaluate this model or data; this process does")
         return evaluate(self.load(), data, batch_size=batch_size)
@@ -141,8 +140,7 @@ class TrainedRun:
     def predict(self, x: Any, batch_size: int | None) -> Any:
         """Predicts as `keras.Model.predict`, on the workers if the cluster has some and they can."""
         if (pool := self._pool()) is not None:
-            outputs = pool.predict(self.model, x, batch_size)
-            if outputs is not None:
+            if (outputs := pool.predict(self.model, x, batch_size)) is not None:
                 return outputs
             warn("the workers cannot predict with this model or data; this process does")
         return predict(self.load(), x, batch_size=batch_size)
