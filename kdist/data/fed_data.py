@@ -104,11 +104,6 @@ class FeedQueue(Splits, Passes):
                 raise NothingToRead
             return cast(Batch, super().assign(worker))
 
-    def advance(self, worker: int) -> None:
-        with self._changed:
-            if self._reading.pop(worker, None) is not None:
-                self._batches[worker] += 1
-
     def wait(self) -> str | None:
         # By passes, it is the end of an epoch.
         with self._changed:

@@ -116,6 +116,8 @@ class Splits(abc.ABC):
             if split := self._reading.get(worker):
                 self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
                 self._batches[worker] += 1
+            if not self._batch_size:
+                self._reading.pop(worker, None)
 
     def finish(self, worker: int) -> None:
         """Ends the split that a worker has read."""
