@@ -126,12 +126,7 @@ class TrainingData(abc.ABC):
 
 
 def worker_dataset(
-    data: TrainingData,
-    *,
-    num_workers: int,
-    batch_size: int | None,
-    num_seeds: int,
-    seed: int,
+    data: TrainingData, *, num_workers: int, batch_size: int | None, num_seeds: int, seed: int
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the function that creates one worker's dataset of `(batch, seeds)`, or this pair; `make_dataset` calls it.
 

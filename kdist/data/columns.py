@@ -207,11 +207,8 @@ class Hdf5Rows:
         self._dataset, self._start = dataset, start
         num_rows = (len(dataset) if stop is None else stop) - start
         self.shape: tuple[int, ...] = (num_rows, *dataset.shape[1:])
+        self.ndim = len(self.shape)
         self.dtype: np.dtype = dataset.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]

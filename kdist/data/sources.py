@@ -21,11 +21,7 @@ from kdist.data.columns import Hdf5Rows, WorkerArgument, arrived_shares, as_arra
 from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
-from kdist.data.serialization import (
-    CannotTravel,
-    check_function,
-    may_need_this_process,
-)
+from kdist.data.serialization import CannotTravel, check_function, may_need_this_process
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.errors import ConfigError
 
@@ -56,8 +52,7 @@ class ArrayData(TrainingData):
             np.random.default_rng(self._seed).shuffle(self._order)
 
     def batches_per_pass(self, num_workers: int) -> int:
-        # Of data that is not split, each worker's pass is a pass.
-        return self._batches_of_worker(num_workers) * (num_workers if self._is_split(num_workers) else 1)
+        return self._batches_of_worker(num_workers) * self._num_parts(num_workers)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [spec for column in self._columns for spec in column.specs(self._max_rows(num_workers))]
@@ -68,16 +63,18 @@ class ArrayData(TrainingData):
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         # In the order of the array: a file is read from one end to the other.
-        rows = np.sort(self._order[worker_index::num_workers]) if self._is_split(num_workers) else slice(None)
+        is_whole = self._num_parts(num_workers) == 1
+        rows = slice(None) if is_whole else np.sort(self._order[worker_index::num_workers])
         return [column.share(rows, self._max_rows(num_workers)) for column in self._columns]
 
-    def _is_split(self, num_workers: int) -> bool:
+    def _num_parts(self, num_workers: int) -> int:
+        """The number of shards; if it is 1, each worker's pass is a pass."""
         # With fewer examples than workers, some would get nothing: then all of them read everything.
-        return 1 < num_workers <= self._num_examples
+        return num_workers if num_workers <= self._num_examples else 1
 
     def _max_rows(self, num_workers: int) -> int:
         """The largest number of examples that a worker gets."""
-        return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
+        return math.ceil(self._num_examples / self._num_parts(num_workers))
 
     def _batches_of_worker(self, num_workers: int) -> int:
         """Batches of each worker in a pass over its examples, the same for all."""
@@ -89,12 +86,11 @@ class ArrayData(TrainingData):
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
-        num_readers = context.num_workers if self._is_split(context.num_workers) else 1
-        is_uneven = self._num_examples % num_readers != 0
+        num_parts = self._num_parts(context.num_workers)
         # Some workers have no example for the last batch of a pass, which others have.
-        is_short = is_uneven and (max_rows - 1) % self._batch_size == 0
+        is_short = self._num_examples % num_parts != 0 and (max_rows - 1) % self._batch_size == 0
         # Models for batches of one size need to know it.
-        are_full = self._num_examples % (num_readers * self._batch_size) == 0
+        are_full = self._num_examples % (num_parts * self._batch_size) == 0
 
         def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
             """The numbers of the examples of each batch of a pass."""
@@ -186,6 +182,7 @@ def training_data(
         return SplitData(x, batch_size or 32)
     if has_labels(x):
         _check_no_labels(y, sample_weight)
+        x = read_locally(x, batch_size) if readers.here else x
         is_function = is_dataset_function(x)
         data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
@@ -208,8 +205,6 @@ def _data_of_function(
     function: Callable[[DataContext], tf.data.Dataset], batch_size: int | None, readers: Readers
 ) -> TrainingData:
     """Lets the workers call a dataset function, or, if they cannot read its dataset, this process."""
-    if readers.here:
-        return FedData(BatchSource(read_locally(function, batch_size)), readers)
     data = FunctionData(function)
     if not readers.serve and readers.num_iterators == 1:
         return data
@@ -378,12 +373,7 @@ def preprocess_batches(
 
 def _lists_as_arrays(tree: Any) -> Any:
     """Lists of numbers or strings as arrays; others as tuples."""
-    tree = as_tuples(tree)
-    if isinstance(tree, Mapping):
-        return {key: _lists_as_arrays(item) for key, item in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(map(_lists_as_arrays, tree))
-    return np.asarray(tree) if isinstance(tree, list) else tree
+    return keras.tree.traverse(lambda node: np.asarray(node) if isinstance(node, list) else None, as_tuples(tree))
 
 
 def read_locally(x: Any, batch_size: int | None) -> Any:

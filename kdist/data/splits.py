@@ -288,7 +288,16 @@ class SplitQueue(Splits):
         is_due = self._last_look is None or now - self._last_look >= self._enumerator.poll_secs
         if is_due and not self._waiting:
             self._last_look = now
-            self._discover()
+            try:
+                found = self._enumerator.discover()
+            except OSError as error:
+                if self._trouble is None:
+                    warn(f"{self.place} cannot be read at present: {error}; trying again")
+                self._trouble = error
+            else:
+                self._trouble = None
+                with self._changed:
+                    self._waiting.extend(map(Split, found))
         return bool(self._waiting)
 
     def assign(self, worker: int) -> Split:
@@ -351,15 +360,3 @@ class SplitQueue(Splits):
             self._enumerator.restore(decoded["found"])
             self._wait_with(decoded["unread"])
             self._last_look = self._idle_since = None
-
-    def _discover(self) -> None:
-        try:
-            found = self._enumerator.discover()
-        except OSError as error:
-            if self._trouble is None:
-                warn(f"{self.place} cannot be read at present: {error}; trying again")
-            self._trouble = error
-            return
-        self._trouble = None
-        with self._changed:
-            self._waiting.extend(map(Split, found))
