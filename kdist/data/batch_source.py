@@ -25,11 +25,9 @@ from kdist.errors import ConfigError, KdistError, TaskError
 
 
 class ShuffledBatches(keras.utils.PyDataset):
-    """The batches of another data set, in an order that the seed and the pass determine, so that any process finds it.
+    """The batches of a data set of known length, in an order that any process finds by the seed and the pass.
 
-    Args:
-        dataset: of known length.
-        seed: None keeps their order.
+    Without a seed they keep theirs.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None) -> None:
@@ -241,9 +239,7 @@ def _user_frame(error: Exception) -> str:
 class PyDatasetShares(TrainingData):
     """A data set of which every process has a copy; each replica makes every n-th batch of it, by its number.
 
-    Args:
-        dataset: of known length; its batches must depend on their numbers only.
-        seed: of the order of the batches, which is the same in all processes; None keeps it.
+    Its batches must depend on their numbers only; their order is that of `ShuffledBatches`, the same in all processes.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:

@@ -27,13 +27,7 @@ _BUFFERED_PER_READER = 2
 
 @dataclass(frozen=True)
 class Batch(Split):
-    """A split of one batch.
-
-    Attributes:
-        tensors: of its parts.
-        number: its place in its pass.
-        pass_number: of its pass.
-    """
+    """A split of one batch: the tensors of its parts, and its number in its pass."""
 
     tensors: tuple[tf.Tensor, ...] = ()
     number: int = 0
@@ -45,12 +39,9 @@ class Batch(Split):
 
 
 class FeedQueue(Splits, Passes):
-    """Hands each batch to one reader; a bounded number of them is made ahead. A pass begins when it is needed.
+    """Hands each batch to one reader; a bounded number of them is made ahead, in a thread.
 
-    Args:
-        source: makes them, in a thread.
-        readers: if they read by passes, `begin_pass` begins the next one.
-        clock: returns seconds; replaced in tests.
+    A pass begins when it is needed; if the readers read by passes, `begin_pass` begins it.
     """
 
     pass_through_chief = True

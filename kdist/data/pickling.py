@@ -80,11 +80,7 @@ def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeTy
 
 
 def dumps(program: Any) -> bytes:
-    """The object as bytes.
-
-    Raises:
-        ConfigError: something in it cannot be sent to another process.
-    """
+    """The object as bytes; raises `ConfigError` if something in it cannot be sent to another process."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(program)

@@ -53,15 +53,7 @@ def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
 
 
 def check_function(function: tf.types.experimental.ConcreteFunction, num_readers: int, *, travels: bool) -> None:
-    """Checks a traced function that makes a dataset.
-
-    Args:
-        num_readers: the number of iterators that read such datasets at the same time.
-        travels: other processes call it.
-
-    Raises:
-        CannotTravel: as `dataset_graph`.
-    """
+    """Checks a traced function that makes a dataset, as `dataset_graph`; if it `travels`, other processes call it."""
     graph = function.graph.as_graph_def()
     if travels:
         _check_ops(graph, _PYTHON_GENERATORS)

@@ -350,10 +350,6 @@ def preprocess_batches(
     """The data as a dataset of batches, or a function of one, each prepared by `preprocess(x, y, sample_weight)`.
 
     Arrays stay in their order, as in the `fit` of KerasHub, and a list of strings is an array.
-
-    Raises:
-        ConfigError: an `x` of another type.
-        ValueError: arrays of different lengths, or no data.
     """
     if is_dataset_function(x):
         return lambda context: x(context).map(preprocess)
@@ -377,23 +373,14 @@ def _lists_as_arrays(tree: Any) -> Any:
 
 
 def read_locally(x: Any, batch_size: int | None) -> Any:
-    """`x` for a local Keras model: a dataset function is called for the only reader.
-
-    Raises:
-        ConfigError: data that keeps arriving.
-    """
+    """`x` for a local Keras model: a dataset function is called for the only reader."""
     if isinstance(x, SplitSource):
         raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
     return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
 
 
 def arrays_for_keras(tree: Any) -> Any:
-    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors; other data as it is.
-
-    Raises:
-        ConfigError: data of another type.
-        ValueError: a list of numbers or strings.
-    """
+    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors; other data as it is."""
     if tree is None or has_labels(tree):
         return tree
     _check_is_arrays(tree)
@@ -418,11 +405,7 @@ def _num_examples(arrays: Any) -> int:
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
     """Splits off the last fraction of the arrays, before any shuffling, as Keras does.
 
-    Returns:
-        `(x, y, sample_weight)` for training, and the same for validation.
-
-    Raises:
-        ConfigError: the data is not arrays, or a part would be empty.
+    Returns `(x, y, sample_weight)` for training, and the same for validation.
     """
     if has_labels(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")

@@ -22,21 +22,14 @@ class SplitSource(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, split: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
-        """The batches of one split; traced for the workers.
+        """The batches of one split, by its name, string `[]`, without its first `num_read` records, int64 `[]`.
 
-        Args:
-            split: its name, string `[]`.
-            num_read: the number of its records to leave out, int64 `[]`.
-            batch_size: records of a batch; the last one may have fewer.
+        Traced for the workers. The last batch may have fewer than `batch_size` records.
         """
 
 
 class SplitData(TrainingData):
-    """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset.
-
-    Args:
-        batch_size: records of a batch.
-    """
+    """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset."""
 
     splits: SplitQueue
 

@@ -34,12 +34,7 @@ class UnreadableSplit(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """A part of the data.
-
-    Attributes:
-        name: given by its enumerator: a file, or a range of messages.
-        num_read: the number of its records that were read.
-    """
+    """A part of the data, of which `num_read` records were read. Its name is a file, or a range of messages."""
 
     name: str
     num_read: int = 0
@@ -87,11 +82,7 @@ class Splits(abc.ABC):
         """True if a split waits for a worker; called in the thread that runs the training loop."""
 
     def assign(self, worker: int) -> Split:
-        """The split of a worker: the one that it has, or the next one.
-
-        Raises:
-            NothingToRead: there is none.
-        """
+        """The split of a worker: the one that it has, or the next one; raises `NothingToRead` if there is none."""
         with self._changed:
             if worker not in self._reading:
                 if not self._waiting:
@@ -227,11 +218,7 @@ class SplitEnumerator(abc.ABC):
 
     @abc.abstractmethod
     def discover(self) -> list[str]:
-        """The names of splits that are new since the last call, in the order in which they are to be read.
-
-        Raises:
-            OSError: the source cannot be reached at present.
-        """
+        """The names of new splits, in the order to read them; raises `OSError` if the source cannot be reached now."""
 
     @property
     @abc.abstractmethod
@@ -256,12 +243,7 @@ class SplitEnumerator(abc.ABC):
 
 
 class SplitQueue(Splits):
-    """Hands each split to one worker.
-
-    Args:
-        clock: returns seconds; replaced in tests.
-        pause: waits for some seconds; replaced in tests.
-    """
+    """Hands each split to one worker. Tests replace `clock` and `pause`."""
 
     arrive = True
 

@@ -187,11 +187,10 @@ class ValidationArguments:
 
 
 class Validator:
-    """Evaluates `model` on the validation data of a `fit`, during training and after it.
+    """Evaluates the model of a `fit` on its validation data, during training and after it.
 
     Args:
-        model: the trainer's own; it gets the values that are validated.
-        callbacks: called at the events of an evaluation.
+        model: gets the values that are validated.
         stays_on_servers: tells if the model, built, is too large for this process.
 
     Raises:

@@ -168,10 +168,7 @@ def _with_pulled(training: PresentValues) -> _Run:
 
 
 class _OnWorkers(abc.ABC):
-    """A computation that each worker runs on its shard of the data.
-
-    Args:
-        model: built; the source of the function, not changed.
+    """A computation with a built model that each worker runs on its shard of the data.
 
     Attributes:
         values: of the model's variables, by their names in a checkpoint; set before each run. None: workers pull the
@@ -189,8 +186,7 @@ class _OnWorkers(abc.ABC):
     def trace(self, training: PresentValues | None) -> tuple[Any, Any]:
         """The functions for the workers: one creates a shard's dataset, one iterates over it.
 
-        Raises:
-            NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
+        Raises `NeedsWholeTable` if an evaluation that pulls needs more of a table than rows.
         """
         self._shards.trace_transfer()
         make = function_for_tasks(self._shards.dataset, tf.TensorSpec([], tf.int64), *self._shards.specs)
