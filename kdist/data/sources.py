@@ -188,7 +188,7 @@ def training_data(
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
-    elif any(isinstance(array, (tf.RaggedTensor, tf.SparseTensor)) for array in tf.nest.flatten((x, y, sample_weight))):
+    elif has_ragged_tensor(x, y, sample_weight):
         arrays = as_tuples((x, y, sample_weight))
         dataset = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed)
         data = _data_of_batches(dataset, shuffle, seed, readers)
@@ -339,6 +339,11 @@ def is_dataset_function(x: Any) -> bool:
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
 
 
+def has_ragged_tensor(*trees: Any) -> bool:
+    """True if there is a ragged or sparse tensor among arrays."""
+    return any(isinstance(part, (tf.RaggedTensor, tf.SparseTensor)) for part in tf.nest.flatten(trees))
+
+
 def has_labels(x: Any) -> bool:
     """True if `x` includes labels and weights, if there are any: it comes in batches, or a function makes it."""
     return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
@@ -414,17 +419,16 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     if not 0 < split < num_examples:
         raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
 
-    def rows(values: Any, chosen: slice) -> Any:
-        if is_scipy_sparse(values):
-            return values.tocsr()[chosen]
-        array = as_array(values)
-        return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
+    def part(chosen: slice) -> Any:
+        def rows(values: Any) -> Any:
+            if values is None:
+                return None
+            if is_scipy_sparse(values):
+                return values.tocsr()[chosen]
+            array = as_array(values)
+            return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
 
-    def part(chosen: slice) -> tuple[Any, ...]:
-        return tuple(
-            None if tree is None else tf.nest.map_structure(lambda values: rows(values, chosen), tree)
-            for tree in (x, y, sample_weight)
-        )
+        return tf.nest.map_structure(rows, (x, y, sample_weight))
 
     return part(slice(0, split)), part(slice(split, None))
 

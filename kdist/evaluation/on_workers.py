@@ -24,7 +24,7 @@ from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import WorkerArgument, arrived_shares, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
-from kdist.data.sources import as_tuples, has_labels, preprocess_batches
+from kdist.data.sources import as_tuples, has_labels, has_ragged_tensor, preprocess_batches
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
@@ -98,9 +98,10 @@ def shards_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, number
         # An unknown or infinite length is negative; some datasets exist in this process only.
         with suppress(ConfigError):
             return _shards_of_dataset(x, number) if int(x.cardinality().numpy()) >= number else None
-    if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(x, y, sample_weight):
+    data = x, y, sample_weight
+    if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(data) or has_ragged_tensor(data):
         return None
-    arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
+    arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, data))
     lengths = {array.shape[0] if getattr(array, "shape", ()) else 0 for array in tf.nest.flatten(arrays)}
     # At least one batch per worker.
     is_enough = len(lengths) == 1 and min(lengths) >= number * (batch_size or 32)
