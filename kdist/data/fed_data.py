@@ -57,7 +57,6 @@ class FeedQueue(Splits, Passes):
         self._stop = threading.Event()
         #: The present pass: its number, the number of its next batch, and True when all of them were made.
         self._pass, self._next, self._is_made = 0, 0, False
-        self._has_ended = False
         self._error: BaseException | None = None
         self._made_at = 0.0
         self.steps_per_epoch = readers.steps_per_epoch
@@ -100,8 +99,8 @@ class FeedQueue(Splits, Passes):
         with self._changed:
             if self._error is not None:
                 raise self._error
-            is_at_end = self._has_ended and len(self._waiting) < self._readers.at_once and not self._reading
-            return f"{self.place}, which ran out of data" if is_at_end and not self._readers.by_passes else None
+            is_last = self.pass_has_ended() and not self._readers.by_passes
+            return f"{self.place}, which ran out of data" if is_last else None
 
     def pass_has_ended(self) -> bool:
         # The rest of it may be too little for a step.
@@ -136,8 +135,7 @@ class FeedQueue(Splits, Passes):
             position = json.loads(state) if state else {}
             self._pass, self._next = position.get("pass", 0), position.get("batch", 0)
             self.first_epoch = position.get("epoch", self._pass)
-            self._is_made = self._has_ended = False
-            self._error = None
+            self._is_made, self._error = False, None
 
     def close(self) -> None:
         """Ends the thread; the next look begins another one."""
@@ -151,7 +149,7 @@ class FeedQueue(Splits, Passes):
     @property
     def _is_over(self) -> bool:
         """True if no other batch is made before a pass is begun, if one is."""
-        return self._has_ended or (self._is_made and self._readers.by_passes)
+        return self._is_made and (self._readers.by_passes or not self._source.repeats)
 
     def _wait_for(self, number: int) -> bool:
         """Waits until so many batches are there; False if there will be none. Raises as `assign`."""
@@ -212,7 +210,7 @@ class FeedQueue(Splits, Passes):
         if number < 0 and not self._next:
             raise TaskError("chief", ValueError("has not a single batch"), where=self.place)
         with self._changed:
-            self._is_made, self._has_ended = True, not self._source.repeats
+            self._is_made = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_made or stop.is_set())
 

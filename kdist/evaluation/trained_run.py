@@ -203,9 +203,7 @@ class TrainedRun:
         pulls = rows_cannot_be_sent(self.model) or num_bytes(self.model) > self._config.run.export_max_bytes
         if not pulls:
             self.load()
-        config = self._config
-        make = partial(registry.create, config, self._shape)
-        training = self._bring_back if pulls else None
+        make, training = partial(registry.create, self._config, self._shape), self._bring_back if pulls else None
         return WorkerPool(make, self._shape.num_workers, self._log_dir, self._grace_secs, training)
 
     def _bring_back(self, strategy: Strategy) -> None:
