@@ -180,18 +180,15 @@ def training_data(
                 "y, sample_weight, class_weight: with data that keeps arriving, parse returns labels and weights"
             )
         return SplitData(x, batch_size or 32)
+    if not has_labels(x) and has_ragged_tensor(x, y, sample_weight):
+        arrays = as_tuples((x, y, sample_weight))
+        x, y, sample_weight = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed), None, None
     if has_labels(x):
         _check_no_labels(y, sample_weight)
-        x = read_locally(x, batch_size) if readers.here else x
-        is_function = is_dataset_function(x)
-        data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
+        data = _data_of_batches(x, batch_size, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
-    elif has_ragged_tensor(x, y, sample_weight):
-        arrays = as_tuples((x, y, sample_weight))
-        dataset = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed)
-        data = _data_of_batches(dataset, shuffle, seed, readers)
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
@@ -204,7 +201,7 @@ def training_data(
 def _data_of_function(
     function: Callable[[DataContext], tf.data.Dataset], batch_size: int | None, readers: Readers
 ) -> TrainingData:
-    """Lets the workers call a dataset function, or, if they cannot read its dataset, this process."""
+    """Lets the workers call a dataset function; raises `CannotTravel` if they cannot read its dataset."""
     data = FunctionData(function)
     if not readers.serve and readers.num_iterators == 1:
         return data
@@ -212,12 +209,7 @@ def _data_of_function(
         make = worker_dataset(data, num_workers=readers.number, batch_size=batch_size, num_seeds=0, seed=0)
     except Exception:  # noqa: BLE001 - of the user's code: raised again when the run traces it, and reported
         return data
-    try:
-        check_function(make, readers.num_iterators, travels=readers.serve)
-    except CannotTravel:
-        if readers.run_the_program:
-            raise
-        return FedData(BatchSource(read_locally(function, batch_size)), readers)
+    check_function(make, readers.num_iterators, travels=readers.serve)
     data.is_untried = readers.serve and may_need_this_process(make)
     return data
 
@@ -238,24 +230,32 @@ def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool
     return examples.batch(batch_size)
 
 
-def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
-    """Reads data that comes in batches: a dataset, or data that only this process can read."""
-    if not isinstance(x, tf.data.Dataset):
-        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
-            return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
-        return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
-    if readers.here:
-        return FedData(BatchSource(x), readers)
-    length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
+def _data_of_batches(x: Any, batch_size: int | None, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
+    """Reads data that comes in batches; what workers cannot read is read by this process."""
+    x = read_locally(x, batch_size) if readers.here else x
     try:
-        if not (readers.by_passes and length_is_unknown) or readers.run_the_program:
-            return DatasetData(x, readers.num_iterators)
-        if readers.at_once == 1:
-            return DatasetPasses(x, readers.number, readers.steps_per_epoch)
+        if is_dataset_function(x):
+            return _data_of_function(x, batch_size, readers)
+        if isinstance(x, tf.data.Dataset):
+            return _data_of_dataset(x, readers)
     except CannotTravel:
         if readers.run_the_program:
             raise
-    return FedData(BatchSource(x), readers)
+        return FedData(BatchSource(read_locally(x, batch_size)), readers)
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
+        return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
+    return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
+
+
+def _data_of_dataset(x: tf.data.Dataset, readers: Readers) -> TrainingData:
+    """Lets the workers read a dataset; raises `CannotTravel` if they cannot."""
+    length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
+    reads_passes = readers.by_passes and length_is_unknown and not readers.run_the_program
+    if readers.here or (reads_passes and readers.at_once > 1):
+        return FedData(BatchSource(x), readers)
+    if reads_passes:
+        return DatasetPasses(x, readers.number, readers.steps_per_epoch)
+    return DatasetData(x, readers.num_iterators)
 
 
 def _fed(source: BatchSource, readers: Readers) -> FedData:
