@@ -119,8 +119,7 @@ class TrainingData(abc.ABC):
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         """The arguments of one worker; shares of arrays are not copied yet.
 
-        Raises:
-            NothingToRead: there is no split for it now.
+        Raises `NothingToRead` if there is no split for it now.
         """
         return []
 

@@ -153,8 +153,7 @@ class BatchSource:
     def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
         """The batches of a pass, each as its number and the tensors that its parts consist of.
 
-        Args:
-            first: the number of the first wanted batch. Earlier ones are not made, or have no tensors.
+        Those before the number `first` are not made, or have no tensors.
         """
         number = begin = 0 if self._in_order is None else first
         if self._in_order is not None:

@@ -29,10 +29,9 @@ class _Pickler(cloudpickle.Pickler):
 
         from kdist._compat.keras import ModelDetails, custom_objects_of, name_functions_apart
         from kdist.data.file_column import file_of
+        from kdist.data.serialization import dataset_graph
 
         if isinstance(obj, tf.data.Dataset):
-            from kdist.data.serialization import dataset_graph
-
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
         if isinstance(obj, np.ndarray) and (file := file_of(obj)) is not None:
             return np.memmap, (file.path, file.dtype, "r", file.offset, file.shape)

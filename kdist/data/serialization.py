@@ -32,10 +32,7 @@ class CannotTravel(ConfigError):
 
 
 def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
-    """The dataset's graph as a scalar string tensor.
-
-    Args:
-        num_readers: the number of iterators that read it at the same time.
+    """The dataset's graph as a scalar string tensor, for so many iterators that read it at the same time.
 
     Raises:
         CannotTravel: the dataset needs something that exists in this process only, is too large, or writes files that

@@ -53,8 +53,7 @@ class SplitData(TrainingData):
 def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
     """The reason if a split cannot be read; None for another error, as of its records.
 
-    Raises:
-        DataSourceError: its source cannot be reached.
+    Raises `DataSourceError` if its source cannot be reached.
     """
     if (unreachable := raised_by_reader(error, DataSourceError)) is not None:
         raise DataSourceError(unreachable) from error

@@ -308,8 +308,7 @@ class SplitQueue(Splits):
     def wait(self) -> str | None:
         """As in `Splits`; training ends if nothing more will come, or nothing came for `idle_secs`.
 
-        Raises:
-            DataSourceError: the source could not be reached for so long.
+        Raises `DataSourceError` if the source could not be reached for so long.
         """
         if self.look():
             return None

@@ -227,8 +227,7 @@ class Validator:
 
         With several workers, they compute it, and pull from the servers what they need for it.
 
-        Raises:
-            ConfigError: the model stays on the servers, and the workers cannot compute it.
+        Raises `ConfigError` if the model stays on the servers, and the workers cannot compute it.
         """
         logs = self._by_workers(session) if session.strategy.has_workers else None
         if logs is not None or session.interrupted:

@@ -224,8 +224,7 @@ class ChiefWatch:
     def is_done(self) -> bool:
         """True if it started and has finished, or had finished before and did not start again.
 
-        Raises:
-            ClusterError: it did not start, it failed, or it died.
+        Raises `ClusterError` if it did not start, it failed, or it died.
         """
         if self._lock.living_owner() is not None:
             self._has_come, self._missing_since = True, None

@@ -215,11 +215,9 @@ class _OnWorkers(abc.ABC):
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
         """Iterates over a shard; traced."""
 
-    def _set(self, scope: keras.StatelessScope, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
-        """Sets the values of variables in a scope, and those of seeds."""
-        # Random numbers during evaluation are the same for every batch.
+    def _fix_seeds(self, scope: keras.StatelessScope) -> None:
+        """Lets random numbers during evaluation be the same for every batch."""
         scope.state_mapping |= {id(seed): tf.zeros(seed.shape, seed.dtype) for seed in self._seeds}
-        scope.state_mapping |= {id(variable): value for variable, value in zip(variables, values)}
 
 
 def _fold(dataset: tf.data.Dataset, step: Callable[..., Sequence[Any]], initial: Sequence[Any]) -> list[Any]:
@@ -253,7 +251,8 @@ class MetricsOnWorkers(_OnWorkers):
         metrics = metric_variables(self._model)
 
         def add(scope: keras.StatelessScope, batch: Any, totals: Sequence[tf.Tensor]) -> list[Any]:
-            self._set(scope, metrics, totals)
+            self._fix_seeds(scope)
+            scope.state_mapping |= {id(metric): total for metric, total in zip(metrics, totals)}
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             y_pred, loss = forward(self._model, x, y, sample_weight, training=False)
             update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
@@ -274,7 +273,7 @@ class OutputsOnWorkers(_OnWorkers):
 
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
         def predict_on(scope: keras.StatelessScope, x: Any) -> Any:
-            self._set(scope, [], [])
+            self._fix_seeds(scope)
             return call(self._model, x, training=False)
 
         def predict(batch: Any) -> Any:

@@ -48,7 +48,6 @@ class TrainedRun:
 
     Args:
         config: with the model, and the cluster that evaluates it; checked.
-        run: the run dir.
         step: of the checkpoint; None for the newest undamaged one, or without any for the values of `model.keras`,
             which is then the model of the config.
         log_dir: folder for the logs of tasks.
