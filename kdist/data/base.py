@@ -119,19 +119,13 @@ class TrainingData(abc.ABC):
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         """The arguments of one worker; shares of arrays are not copied yet.
 
-        Raises:
-            NothingToRead: there is no split for it now.
+        Raises `NothingToRead` if there is no split for it now.
         """
         return []
 
 
 def worker_dataset(
-    data: TrainingData,
-    *,
-    num_workers: int,
-    batch_size: int | None,
-    num_seeds: int,
-    seed: int,
+    data: TrainingData, *, num_workers: int, batch_size: int | None, num_seeds: int, seed: int
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the function that creates one worker's dataset of `(batch, seeds)`, or this pair; `make_dataset` calls it.
 

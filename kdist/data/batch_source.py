@@ -25,11 +25,9 @@ from kdist.errors import ConfigError, KdistError, TaskError
 
 
 class ShuffledBatches(keras.utils.PyDataset):
-    """The batches of another data set, in an order that the seed and the pass determine, so that any process finds it.
+    """The batches of a data set of known length, in an order that any process finds by the seed and the pass.
 
-    Args:
-        dataset: of known length.
-        seed: None keeps their order.
+    Without a seed they keep theirs.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None) -> None:
@@ -136,7 +134,7 @@ class BatchSource:
         # A part without a value, an optional input, is None.
         return tf.nest.map_structure(
             lambda spec: tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec,
-            _without_none(_with_tuples(self._batches.element_spec)),
+            _without_none(self._batches.element_spec),
         )
 
     @property
@@ -156,20 +154,16 @@ class BatchSource:
     def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
         """The batches of a pass, each as its number and the tensors that its parts consist of.
 
-        Args:
-            first: the number of the first wanted batch. Earlier ones are not made, or have no tensors.
+        Those before the number `first` are not made, or have no tensors.
         """
-        number = begin = 0
+        number = begin = 0 if self._in_order is None else first
         if self._in_order is not None:
             self._in_order.enter(pass_number, first)
-            begin = first
         try:
             self._batches.begin_pass()
-            batches = self._batches.one_pass()
-            for number in itertools.count(begin):
-                if (batch := next(batches, None)) is None:
-                    break
+            for batch in self._batches.one_pass():
                 yield number, self.tensors(self._name_in_pass(number, begin), batch) if number >= first else None
+                number += 1
             self._batches.end_pass()
         except KdistError:
             raise
@@ -182,7 +176,7 @@ class BatchSource:
 
     def tensors(self, number: int, batch: Any) -> list[tf.Tensor]:
         """The tensors that the parts of a batch consist of."""
-        batch = _without_none(_with_tuples(batch))
+        batch = _without_none(batch)
         try:
             tf.nest.assert_same_structure(self.element_spec, batch, expand_composites=False)
             pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(self.element_spec))
@@ -218,17 +212,11 @@ def _name_of(x: Any) -> str:
 
 
 def _without_none(batch: Any) -> Any:
-    """A batch without labels or weights that are None."""
+    """A batch without labels or weights that are None, and with tuples for lists, of which datasets make a tensor."""
+    batch = keras.tree.lists_to_tuples(batch)
     while isinstance(batch, tuple) and batch and (batch[-1] is None or isinstance(batch[-1], tf.OptionalSpec)):
         batch = batch[:-1]
     return batch
-
-
-def _with_tuples(tree: Any) -> Any:
-    """Lists as tuples: datasets make a tensor of a list."""
-    if isinstance(tree, dict):
-        return {key: _with_tuples(item) for key, item in tree.items()}
-    return tuple(map(_with_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def _shapes_of(batch: Any) -> Any:
@@ -251,9 +239,7 @@ def _user_frame(error: Exception) -> str:
 class PyDatasetShares(TrainingData):
     """A data set of which every process has a copy; each replica makes every n-th batch of it, by its number.
 
-    Args:
-        dataset: of known length; its batches must depend on their numbers only.
-        seed: of the order of the batches, which is the same in all processes; None keeps it.
+    Its batches must depend on their numbers only; their order is that of `ShuffledBatches`, the same in all processes.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:

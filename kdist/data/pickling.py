@@ -29,10 +29,9 @@ class _Pickler(cloudpickle.Pickler):
 
         from kdist._compat.keras import ModelDetails, custom_objects_of, name_functions_apart
         from kdist.data.file_column import file_of
+        from kdist.data.serialization import dataset_graph
 
         if isinstance(obj, tf.data.Dataset):
-            from kdist.data.serialization import dataset_graph
-
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
         if isinstance(obj, np.ndarray) and (file := file_of(obj)) is not None:
             return np.memmap, (file.path, file.dtype, "r", file.offset, file.shape)
@@ -80,11 +79,7 @@ def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeTy
 
 
 def dumps(program: Any) -> bytes:
-    """The object as bytes.
-
-    Raises:
-        ConfigError: something in it cannot be sent to another process.
-    """
+    """The object as bytes; raises `ConfigError` if something in it cannot be sent to another process."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(program)
