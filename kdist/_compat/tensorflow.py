@@ -14,10 +14,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.experimental.ops import data_service_ops
-from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
+from tensorflow.python.eager.context import executor_scope
 from tensorflow.python.eager.executor import Executor
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.function import Defun, _DefinedFunction
@@ -25,7 +25,7 @@ from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 # Imported here for others.
-__all__ = ["IteratorSpec", "UninitializedVariable"]
+__all__ = ["UninitializedVariable", "executor_scope"]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
@@ -36,11 +36,6 @@ _KEEP_ALIVE_SECS = 600
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
 _function_numbers = itertools.count()
-
-
-def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
-    """A dataset as a serialized graph; the public `tf.data.Dataset.save` writes its elements."""
-    return dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
 
 
 def forget_traced_functions() -> None:
@@ -273,11 +268,6 @@ class QuietExecutor(Executor):
             self.clear_error()
 
 
-def executor_scope(executor: QuietExecutor) -> Any:
-    """Runs the ops of this thread by `executor`."""
-    return context.executor_scope(executor)
-
-
 def server_def() -> tf.train.ServerDef | None:
     """A copy of the server definition of this process, which no public function returns; None if there is none."""
     present = context.context().get_server_def()
@@ -302,11 +292,6 @@ def forget_server_def(present: tf.train.ServerDef | None) -> None:
 def forget_numbers() -> None:
     """Frees the numbers of Python that were made tensors, as for summaries: TensorFlow keeps 750 bytes for each."""
     pywrap_tfe.TFE_ClearScalarCache()
-
-
-def initialize() -> None:
-    """Makes the devices of this process, and of connected tasks, known."""
-    context.ensure_initialized()
 
 
 def session_config() -> tf.compat.v1.ConfigProto:
@@ -341,11 +326,6 @@ def _remember_config() -> None:
 
 
 _remember_config()
-
-
-def filters_as_proto(filters: tf.config.experimental.ClusterDeviceFilters) -> Any:
-    """Converts device filters for a custom server definition."""
-    return filters._as_cluster_device_filters()
 
 
 def update_server_def(definition: tf.train.ServerDef) -> None:
