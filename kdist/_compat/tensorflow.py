@@ -24,6 +24,8 @@ from tensorflow.python.framework.function import Defun, _DefinedFunction
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
+from kdist._compat.replaced import replaced
+
 # Imported here for others.
 __all__ = ["UninitializedVariable", "executor_scope"]
 
@@ -205,11 +207,8 @@ def rename_legacy_functions() -> Iterator[None]:
     def init(defun: Defun, *input_types: Any, **options: Any) -> None:
         original(defun, *input_types, **{"func_name": f"kdist_{next(_function_numbers)}", **options})
 
-    Defun.__init__ = init
-    try:
+    with replaced(Defun, __init__=init):
         yield
-    finally:
-        Defun.__init__ = original
 
 
 class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):
@@ -240,11 +239,8 @@ def _numbered_when_traced(original: Callable[..., tf.Tensor]) -> Callable[..., t
         if tf.executing_eagerly() or not tensor.shape.is_fully_defined():
             return original(launcher, tensor, *args, **options)
         keys, group, device = launcher._collective_keys, launcher._group_key, launcher._device
-        launcher._next_instance_key = lambda: keys.get_instance_key(group, device)
-        try:
+        with replaced(launcher, _next_instance_key=lambda: keys.get_instance_key(group, device)):
             return original(launcher, tensor, *args, **options)
-        finally:
-            del launcher._next_instance_key
 
     return collective
 
@@ -404,21 +400,16 @@ def _deterministic_serialization() -> Iterator[None]:
 @contextmanager
 def exchanges_between_replicas() -> Iterator[list[str]]:
     """In this context, calls of a replica's context that need the other replicas are recorded, by their names."""
-    names, found = ("all_reduce", "all_gather", "merge_call"), list[str]()
-    owners = {name: next(c for c in tf.distribute.ReplicaContext.__mro__ if name in vars(c)) for name in names}
-    originals = {name: vars(owner)[name] for name, owner in owners.items()}
+    kind, found = tf.distribute.ReplicaContext, list[str]()
 
     def recorded(name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
+
         def method(*arguments: Any, **options: Any) -> Any:
             found.append(name)
-            return originals[name](*arguments, **options)
+            return original(*arguments, **options)
 
         return method
 
-    for name, owner in owners.items():
-        setattr(owner, name, recorded(name))
-    try:
+    with replaced(kind, **{name: recorded(name) for name in ("all_reduce", "all_gather", "merge_call")}):
         yield found
-    finally:
-        for name, owner in owners.items():
-            setattr(owner, name, originals[name])
