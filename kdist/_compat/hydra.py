@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.hydra import Hydra
@@ -17,10 +16,11 @@ from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobRuntime, configure_log, run_job
-from hydra.types import HydraContext, RunMode
+from hydra.core.utils import JobRuntime, configure_log
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+
+from kdist._compat.replaced import replaced
 
 
 class CheckedLoader(ConfigLoaderImpl):
@@ -76,10 +76,9 @@ def loader_for(
 def load_config(
     loader: CheckedLoader, parsed: Namespace, default_name: str, overrides: Sequence[str] = ()
 ) -> DictConfig:
-    """The config of a command line, with Hydra's own part, which `hydra.compose` leaves incomplete in a sweep.
+    """The config of a command line and of `overrides` after it, with Hydra's own part.
 
-    Args:
-        overrides: after those of the command line.
+    `hydra.compose` leaves that incomplete in a sweep.
     """
     JobRuntime.instance().set("name", "kdist")
     mode = RunMode.MULTIRUN if parsed.multirun else RunMode.RUN
@@ -90,36 +89,25 @@ def load_config(
 
 def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
     """Calls `task` as `@hydra.main` does, with a config that is composed, which is not composed again."""
-    with _hydra(config, loader) as context:
-        context.callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-        done = run_job(
-            hydra_context=context,
-            task_function=task,
-            config=config,
-            job_dir_key="hydra.run.dir",
-            job_subdir_key=None,
-        )
-        context.callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
-        _ = done.return_value
+    with _composed(config, loader) as hydra:
+        hydra.run(config.hydra.job.config_name, task, [])
 
 
 def sweep(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
     """Lets the sweeper of a config call `task` for each trial, with the launcher of the config."""
-    with _hydra(config, loader) as context:
-        context.callbacks.on_multirun_start(config=config, config_name=config.hydra.job.config_name)
-        sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
-        overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        sweeper.sweep(arguments=overrides)
-        context.callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
+    with _composed(config, loader) as hydra:
+        hydra.multirun(config.hydra.job.config_name, task, [])
 
 
 @contextmanager
-def _hydra(config: DictConfig, loader: CheckedLoader) -> Iterator[HydraContext]:
-    """Initializes Hydra for this config, and its own logging."""
-    GlobalHydra.instance().initialize(Hydra(config.hydra.job.name, loader))
+def _composed(config: DictConfig, loader: CheckedLoader) -> Iterator[Hydra]:
+    """Initializes Hydra, whose config this is, and its own logging."""
+    hydra = Hydra(config.hydra.job.name, loader)
+    GlobalHydra.instance().initialize(hydra)
     try:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-        yield HydraContext(config_loader=loader, callbacks=Callbacks(config))
+        with replaced(hydra, compose_config=lambda **_: config):
+            yield hydra
     finally:
         GlobalHydra.instance().clear()
 
