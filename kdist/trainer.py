@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -467,7 +468,7 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield fit.with_seed(self.seed).within_limits()
+            yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits()
 
     def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()

@@ -75,15 +75,6 @@ def quick_import(*, keras: bool = True) -> Iterator[None]:
             gc.enable()
 
 
-def default_level() -> str:
-    """The level of TensorFlow's messages if the user has not set one.
-
-    Without a GPU, fatal errors: others are about the GPU that is missing, or are raised as exceptions, too. With one,
-    warnings and errors.
-    """
-    return "1" if has_gpu() else "3"
-
-
 def has_gpu() -> bool:
     return any(Path(path).exists() for path in _GPUS)
 
@@ -116,7 +107,8 @@ def _level() -> Iterator[str]:
     if LEVEL in os.environ:
         yield os.environ[LEVEL]
         return
-    os.environ[LEVEL] = default_level()
+    # Without a GPU, fatal errors only: others are about the GPU that is missing, or are raised as exceptions, too.
+    os.environ[LEVEL] = "1" if has_gpu() else "3"
     try:
         yield os.environ[LEVEL]
     finally:
