@@ -52,12 +52,6 @@ class Line(str):
         content = {**more, "event": self.event, "step": self.step, "values": self.values, "message": str(self)}
         return json.dumps(_plain(content), allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> Line:
-        """Undoes `to_json`."""
-        content = json.loads(text)
-        return cls(content["message"], content["event"], content["step"], content["values"])
-
 
 def plain_text(text: str) -> str:
     """Removes the codes by which a terminal shows text bold or in color; Keras has them in messages of layers."""
@@ -79,9 +73,9 @@ def record(line: Line, level: int) -> None:
     logger.log(level, "%s", line, extra={"event": line.event, "step": line.step, "values": line.values})
 
 
-def warn(message: str, *, prefix: str = "kdist: ") -> None:
+def warn(message: str) -> None:
     """Warns like `warnings.warn`, but shows a message again: a worker that is lost twice is reported twice."""
-    line = Line(prefix + message, "warning")
+    line = Line(f"kdist: {message}", "warning")
     record(line, logging.WARNING)
     # Without a registry, Python does not remember what was shown.
     warnings.warn_explicit(str(line), UserWarning, filename="kdist", lineno=1)

@@ -292,8 +292,9 @@ def forget_numbers() -> None:
 
 def session_config() -> tf.compat.v1.ConfigProto:
     """The config that this process runs with; with another one, TensorFlow replaces its local devices."""
+    context.ensure_initialized()
     config = tf.compat.v1.ConfigProto()
-    config.CopyFrom(_configs[0] if _configs else context.context().config)
+    config.CopyFrom(_configs[0])
     # TensorFlow sets this when it makes its context, and does not tell Python.
     config.experimental.disable_optimize_for_static_graph = True
     return config
@@ -308,17 +309,16 @@ def _remember_config() -> None:
     and TensorFlow returns the present settings. If it was made before kdist is used, the present ones must do.
     """
     own = context.context()
-    if own._initialized:
-        _configs.append(own.config)
-        return
     original = own.ensure_initialized
 
     def ensure_initialized() -> None:
-        if not own._initialized and not _configs:
+        if not _configs:
             _configs.append(own.config)
         original()
 
     own.ensure_initialized = ensure_initialized
+    if own._initialized:
+        ensure_initialized()
 
 
 _remember_config()
