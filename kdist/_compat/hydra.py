@@ -12,7 +12,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
@@ -27,19 +27,37 @@ class CheckedLoader(ConfigLoaderImpl):
     """Composes every config that Hydra uses, also for trials; each is checked before Hydra uses any of it.
 
     Args:
+        parsed: the command line.
+        default_path: of the configs, if the command line names none.
         check: raises the error of a config.
         check_searchpath: the same of `hydra.searchpath` in a file, before anything there is imported.
     """
 
     def __init__(
         self,
-        search_path: ConfigSearchPath,
+        parsed: Namespace,
+        default_path: str,
         check: Callable[[DictConfig], None],
         check_searchpath: Callable[[Any], None],
     ) -> None:
-        super().__init__(search_path)
+        path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or default_path)
+        if parsed.config_dir:
+            path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
+        super().__init__(path)
+        self._parsed = parsed
         self._check = check
         self._check_searchpath = check_searchpath
+
+    def load(self, default_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+        """The config of the command line and of `overrides` after it, with Hydra's own part.
+
+        `hydra.compose` leaves that incomplete in a sweep.
+        """
+        JobRuntime.instance().set("name", "kdist")
+        mode = RunMode.MULTIRUN if self._parsed.multirun else RunMode.RUN
+        # Hydra would write `.hydra` before it is known whether another process has the run dir.
+        given = [*self._parsed.overrides, *overrides, f"hydra.mode={mode.name}", "hydra.output_subdir=null"]
+        return self.load_configuration(self._parsed.config_name or default_name, given, mode)
 
     def load_configuration(self, *args: Any, **options: Any) -> DictConfig:
         config = super().load_configuration(*args, **options)
@@ -58,33 +76,6 @@ class CheckedLoader(ConfigLoaderImpl):
 def parse_command_line(arguments: Sequence[str]) -> Namespace:
     """Parses Hydra's own options and the overrides, before Hydra makes a folder for the run."""
     return get_args_parser().parse_args(arguments)
-
-
-def loader_for(
-    parsed: Namespace,
-    default_path: str,
-    check: Callable[[DictConfig], None],
-    check_searchpath: Callable[[Any], None],
-) -> CheckedLoader:
-    """The loader of a command line; see `CheckedLoader`."""
-    search_path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or default_path)
-    if parsed.config_dir:
-        search_path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
-    return CheckedLoader(search_path, check, check_searchpath)
-
-
-def load_config(
-    loader: CheckedLoader, parsed: Namespace, default_name: str, overrides: Sequence[str] = ()
-) -> DictConfig:
-    """The config of a command line and of `overrides` after it, with Hydra's own part.
-
-    `hydra.compose` leaves that incomplete in a sweep.
-    """
-    JobRuntime.instance().set("name", "kdist")
-    mode = RunMode.MULTIRUN if parsed.multirun else RunMode.RUN
-    # Hydra would write `.hydra` before it is known whether another process has the run dir.
-    given = [*parsed.overrides, *overrides, f"hydra.mode={mode.name}", "hydra.output_subdir=null"]
-    return loader.load_configuration(parsed.config_name or default_name, given, mode)
 
 
 def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:

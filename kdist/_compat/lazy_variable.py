@@ -17,7 +17,8 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from kdist._compat.replaced import replaced
 from kdist._compat.tensorflow import UninitializedVariable
 
-_is_building: ContextVar[bool] = ContextVar("is_building", default=False)
+#: True while a model is built for parameter servers, for which its values do not matter.
+is_building: ContextVar[bool] = ContextVar("is_building", default=False)
 
 
 class LazyVariable(keras.Variable):
@@ -45,7 +46,7 @@ class _ValueOf(UninitializedVariable):
         """Makes the values if they are needed: not when a model is traced to find shapes, or for other values."""
         variable = self._lazy
         is_eager = tf.executing_eagerly()
-        if in_stateless_scope() or (_is_building.get() and not is_eager) or (make := made_by(variable)) is None:
+        if in_stateless_scope() or (is_building.get() and not is_eager) or (make := made_by(variable)) is None:
             return
         if variable.elsewhere is not None:
             raise copy.copy(variable.elsewhere)
@@ -83,12 +84,12 @@ def lazy_above(num_bytes: int) -> Iterator[None]:
         variable._value = _ValueOf(variable)
 
     # Keras calls it also later, for variables that were made while a model was built symbolically.
-    token, of_tensorflow = _is_building.set(True), keras.Variable._initialize_with_initializer
+    token, of_tensorflow = is_building.set(True), keras.Variable._initialize_with_initializer
     try:
         with replaced(keras.Variable, _initialize_with_initializer=initialize):
             yield
     finally:
-        _is_building.reset(token)
+        is_building.reset(token)
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
@@ -100,11 +101,6 @@ def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
         if variable._value.is_initialized():
             variable.initializer_here = None
     return variable.initializer_here
-
-
-def is_building() -> bool:
-    """Tells whether a model is being built for parameter servers, for which its values do not matter."""
-    return _is_building.get()
 
 
 def hand_over(variable: keras.Variable, why: Exception) -> None:
