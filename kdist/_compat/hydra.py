@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +78,14 @@ def parse_command_line(arguments: Sequence[str]) -> Namespace:
 
 
 def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Calls `task` as `@hydra.main` does, with a config that is composed, which is not composed again."""
-    with _composed(config, loader) as hydra:
-        hydra.run(config.hydra.job.config_name, task, [])
-
-
-def sweep(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Lets the sweeper of a config call `task` for each trial, with the launcher of the config."""
-    with _composed(config, loader) as hydra:
-        hydra.multirun(config.hydra.job.config_name, task, [])
-
-
-@contextmanager
-def _composed(config: DictConfig, loader: CheckedLoader) -> Iterator[Hydra]:
-    """Initializes Hydra, whose config this is, and its own logging."""
+    """Calls `task` as `@hydra.main` does, in a sweep for each trial; the config is not composed again."""
     hydra = Hydra(config.hydra.job.name, loader)
     GlobalHydra.instance().initialize(hydra)
     try:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+        start: Any = hydra.multirun if config.hydra.mode == RunMode.MULTIRUN else hydra.run
         with replaced(hydra, compose_config=lambda **_: config):
-            yield hydra
+            start(config.hydra.job.config_name, task, [])
     finally:
         GlobalHydra.instance().clear()
 

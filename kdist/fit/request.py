@@ -149,7 +149,6 @@ class Fit:
         files: the run dir.
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         hparams: of the run, for TensorBoard.
-        origin: the origin of the run.
         num_fits: of the same trainer before, whose values the model has.
     """
 
