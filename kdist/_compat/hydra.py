@@ -27,19 +27,14 @@ class CheckedLoader(ConfigLoaderImpl):
 
     Args:
         parsed: the command line.
-        default_path: of the configs, if the command line names none.
         check: raises the error of a config.
         check_searchpath: the same of `hydra.searchpath` in a file, before anything there is imported.
     """
 
     def __init__(
-        self,
-        parsed: Namespace,
-        default_path: str,
-        check: Callable[[DictConfig], None],
-        check_searchpath: Callable[[Any], None],
+        self, parsed: Namespace, check: Callable[[DictConfig], None], check_searchpath: Callable[[Any], None]
     ) -> None:
-        path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or default_path)
+        path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or "pkg://kdist.conf")
         if parsed.config_dir:
             path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
         super().__init__(path)

@@ -149,7 +149,6 @@ def num_compiled_losses(model: keras.Model) -> int:
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:
-    """Tells whether a model overrides `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 

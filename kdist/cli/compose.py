@@ -77,7 +77,6 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
     with explain_errors(ValueError):
         loader = CheckedLoader(
             parsed,
-            "pkg://kdist.conf",
             partial(check_hydra, overrides=parsed.overrides),
             partial(check_searchpath, overrides=parsed.overrides),
         )

@@ -20,7 +20,7 @@ def test_a_config_is_composed_with_hydras_own_part() -> None:
     setup_globals()
     parsed = parse_command_line(["+recipe=mnist", "cluster=2ps2w", "hydra.sweep.dir=here"])
     checked: list[DictConfig] = []
-    loader = CheckedLoader(parsed, "pkg://kdist.conf", checked.append, lambda searchpath: None)
+    loader = CheckedLoader(parsed, checked.append, lambda searchpath: None)
     config = loader.load("config")
     assert checked == [config]
     assert config.cluster.shape == "2ps2w"
