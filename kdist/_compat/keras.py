@@ -266,13 +266,12 @@ class ModelDetails:
             for key, value in {"name": name, **settings}.items():
                 if getattr(layer, key) != value:
                     setattr(layer, key, value)
-        if variables:
-            prefixes = {_slot_prefix(v.path): _slot_prefix(path) for v, path in zip(variables, self.paths)}
-            for variable, path in zip(variables, self.paths):
-                set_path(variable, path)
-            for slot in copy.optimizer.variables if copy.optimizer is not None else ():
-                before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
-                slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
+        prefixes = {_slot_prefix(v.path): _slot_prefix(path) for v, path in zip(variables, self.paths)}
+        for variable, path in zip(variables, self.paths):
+            set_path(variable, path)
+        for slot in copy.optimizer.variables if copy.optimizer is not None else ():
+            before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
+            slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
 
 
 def _slot_prefix(path: str) -> str:
