@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import ModuleType
 
 #: The present name of each module that was moved.
 MODULES = {
@@ -42,7 +42,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in MODULES:
-            return importlib.util.spec_from_loader(fullname, _Moved(MODULES[fullname]))
+            return importlib.util.spec_from_loader(fullname, _Moved())
         if fullname in COMMANDS:
             # The origin becomes `sys.argv[0]`, which others read.
             return importlib.util.spec_from_loader(fullname, _Command(), origin=__file__)
@@ -50,11 +50,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class _Moved(importlib.abc.Loader):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
+        module = importlib.import_module(MODULES[spec.name])
         self._spec = module.__spec__
         return module
 
@@ -66,12 +63,6 @@ class _Moved(importlib.abc.Loader):
 class _Command(importlib.abc.InspectLoader):
     def get_source(self, fullname: str) -> str:
         return _PROGRAM.format(COMMANDS[fullname])
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self.get_source(fullname), fullname, "exec")
-
-    def is_package(self, fullname: str) -> bool:
-        return False
 
 
 def install() -> None:

@@ -64,7 +64,7 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
     from hydra.core.utils import setup_globals
     from hydra.version import setbase
 
-    from kdist._compat.hydra import load_config, loader_for
+    from kdist._compat.hydra import CheckedLoader
     from kdist.cluster.spec import ClusterShape
 
     setup_globals()
@@ -75,13 +75,12 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
             # Hydra parses it as a number where it needs a name, and its message does not help.
             ClusterShape.parse(value)
     with explain_errors(ValueError):
-        loader = loader_for(
+        loader = CheckedLoader(
             parsed,
-            "pkg://kdist.conf",
             partial(check_hydra, overrides=parsed.overrides),
             partial(check_searchpath, overrides=parsed.overrides),
         )
-        config = load_config(loader, parsed, name, overrides)
+        config = loader.load(name, overrides)
         HydraConfig.instance().set_config(config)
     return config, loader
 

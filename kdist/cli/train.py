@@ -103,7 +103,7 @@ def _run_sweep(parsed: Namespace) -> None:
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
-    from kdist._compat.hydra import sweep as run_trials
+    from kdist._compat.hydra import run
     from kdist.cli.experiment import EndOfSweep, run_job
     from kdist.cli.hydra_plugins import has_own_run_dir
     from kdist.config.schema import RunConfig
@@ -125,7 +125,7 @@ def _run_sweep(parsed: Namespace) -> None:
         with EndOfSweep() as end_of_sweep, _explain_hydra_errors():
             make_private(folder.path)
             run_trial = partial(run_job, parsed=parsed, end_of_sweep=end_of_sweep)
-            run_trials(config, loader, TrialRunner(folder, run_trial, print_error))
+            run(config, loader, TrialRunner(folder, run_trial, print_error))
     finally:
         sweep = Sweep(folder, metric, mode)
         if sweep.trials:

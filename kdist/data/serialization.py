@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import dataset_as_graph
 from kdist.errors import ConfigError
 
 #: Ops that make elements in the user's process only.
@@ -40,7 +39,8 @@ def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
     """
     try:
         with tf.device("CPU:0"):
-            serialized = dataset_as_graph(dataset)
+            variant, ignore = tf.data.experimental.to_variant(dataset), tf.data.experimental.ExternalStatePolicy.IGNORE
+            serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=ignore.value)
     except (tf.errors.OpError, ValueError) as error:
         raise CannotTravel(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())

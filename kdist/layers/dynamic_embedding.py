@@ -216,7 +216,7 @@ class DynamicEmbedding(PooledLookup):
         return tf.equal(ids, "" if self.key_dtype == "string" else 0)
 
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
-        if self._elsewhere is not None and not is_building():
+        if self._elsewhere is not None and not is_building.get():
             raise copy.copy(self._elsewhere)
         keys = self.as_keys(ids)
         places = tf.reshape(tf.searchsorted(self._ids, tf.reshape(keys, [-1])), tf.shape(keys))

@@ -3,7 +3,7 @@
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig
 
-from kdist._compat.hydra import load_config, loader_for, parse_command_line
+from kdist._compat.hydra import CheckedLoader, parse_command_line
 from kdist.cli.hydra_plugins import register
 
 
@@ -20,8 +20,8 @@ def test_a_config_is_composed_with_hydras_own_part() -> None:
     setup_globals()
     parsed = parse_command_line(["+recipe=mnist", "cluster=2ps2w", "hydra.sweep.dir=here"])
     checked: list[DictConfig] = []
-    loader = loader_for(parsed, "pkg://kdist.conf", checked.append, lambda searchpath: None)
-    config = load_config(loader, parsed, "config")
+    loader = CheckedLoader(parsed, checked.append, lambda searchpath: None)
+    config = loader.load("config")
     assert checked == [config]
     assert config.cluster.shape == "2ps2w"
     assert config.hydra.sweep.dir == "here"

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from helpers import needs_keras_3_13
 
-from kdist._compat.keras_state import ProgramSettings
+from kdist._compat.keras_state import register, registered_objects, set_here, settings_here
 from kdist.data.pickling import dumps, loads, pack_program, unpack_program
 from kdist.threads import in_thread
 
@@ -83,9 +83,10 @@ def test_functions_of_a_model_arrive_wherever_they_stand() -> None:
 
 @pytest.fixture
 def settings_come_back() -> Iterator[None]:
-    before = ProgramSettings.here()
+    settings, objects = settings_here(), registered_objects()
     yield
-    before.set()
+    set_here(*settings)
+    register(objects)
     keras.config.set_dtype_policy("float32")
     keras.config.enable_traceback_filtering()
     keras.saving.get_custom_objects().pop("mine>Twice", None)
