@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -65,14 +64,14 @@ def run(request: Request) -> int:
         with _receive_signals(events):
             for host in tasks:
                 connections[host] = Connection(host, request, events)
-            with _signs_of_life(list(connections.values()), request.patience / 3):
-                for host, connection in connections.items():
-                    connection.prepare(len(tasks[host]))
-                ports = _ports(events, set(connections), request)
-                if isinstance(ports, int):
-                    return ports
-                _start(request, tasks, ports, connections)
-                return _Tasks(tasks, connections, request.grace_secs).watch(events)
+            for host, connection in connections.items():
+                number = len(tasks[host])
+                connection.tell(folder=request.folder, number=number, port=request.port, patience=request.patience)
+            ports = _ports(events, set(connections), request)
+            if isinstance(ports, int):
+                return ports
+            _start(request, tasks, ports, connections)
+            return _Tasks(tasks, connections, request.grace_secs).watch(events)
     finally:
         for connection in connections.values():
             connection.close()
@@ -126,7 +125,8 @@ def _start(
     environment = variables_to_send(os.environ)
     command = (request.python, *request.command)
     for host, connection in connections.items():
-        connection.start([(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]], environment)
+        of_host = [(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]]
+        connection.tell(tasks=of_host, environment=environment)
 
 
 class _Tasks:
@@ -218,7 +218,7 @@ class _Tasks:
 
     def _send(self, number: int) -> None:
         for connection in self._connections.values():
-            connection.send_signal(number)
+            connection.tell(signal=number)
 
 
 def _code_of(number: int) -> int:
@@ -247,20 +247,3 @@ def _receive_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _signs_of_life(connections: Sequence[Connection], every_secs: float) -> Iterator[None]:
-    """Sends signs of life to the hosts."""
-    ended = threading.Event()
-
-    def give() -> None:
-        while not ended.wait(every_secs):
-            for connection in connections:
-                connection.give_sign_of_life()
-
-    threading.Thread(target=give, name="kdist-signs-of-life", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()

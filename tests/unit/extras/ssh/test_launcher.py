@@ -22,8 +22,8 @@ class Connection:
     def __init__(self) -> None:
         self.signals: list[int] = []
 
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
+    def tell(self, *, signal: int) -> None:
+        self.signals.append(signal)
 
 
 def watch(*given: Event, grace_secs: float = 60) -> tuple[int, list[int]]:
