@@ -21,7 +21,6 @@ from kdist.config.checks import check_one_of, check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
-_SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 _CHUNK = bytes(1 << 20)
 
 
@@ -65,8 +64,8 @@ class SignalTask(Drill):
     def __init__(self, at_step: int, task: str, number: str = "KILL") -> None:
         super().__init__(at_step)
         self._task = task
-        check_one_of("drill.number", number, list(_SIGNALS))
-        self._signal = _SIGNALS[number]
+        check_one_of("drill.number", number, ("KILL", "STOP"))
+        self._signal = signal.Signals[f"SIG{number}"]
 
     def inject(self, session: Session) -> str:
         os.kill(_pid_of(session, self._task), self._signal)
@@ -116,7 +115,6 @@ class FillDisk(Drill):
         self._secs = secs
         self._max_bytes = max_bytes
         self._file: Path | None = None
-        self._timer: threading.Timer | None = None
 
     def inject(self, session: Session) -> str:
         folder = session.checkpoints.folder
@@ -132,9 +130,9 @@ class FillDisk(Drill):
             while file.write(_CHUNK):
                 pass
         if self._secs is not None:
-            self._timer = threading.Timer(self._secs, self.close)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(self._secs, self.close)
+            timer.daemon = True
+            timer.start()
         return f"the file system of {folder} is full"
 
     def close(self) -> None:

@@ -108,13 +108,12 @@ class KafkaTopic(SplitSource):
 class TopicEnumerator(SplitEnumerator):
     """Finds messages; a split is a run of them in one partition.
 
-    Args:
-        source: the topic.
-
     Raises:
         ConfigError: there is no such topic, or the client refuses its config.
         DataSourceError: no broker answers.
     """
+
+    ended_by = None
 
     def __init__(self, source: KafkaTopic) -> None:
         self.place = f"topic {source.topic} at {source.config['bootstrap.servers']}"
@@ -142,10 +141,6 @@ class TopicEnumerator(SplitEnumerator):
             new += [str(Messages(topic, partition, at, min(at + size, end))) for at in range(begin, end, size)]
             self._found[partition] = max(begin, end)
         return new
-
-    @property
-    def ended_by(self) -> str | None:
-        return None
 
     def state(self) -> dict[str, int]:
         return {str(partition): offset for partition, offset in sorted(self._found.items())}

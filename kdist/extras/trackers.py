@@ -49,9 +49,8 @@ class Tracker(Hook, abc.ABC):
         self._extra = extra
         self._save_model = save_model
         self._timeout = timeout
-        #: The thread, and calls for it; None between two fits.
+        #: Makes the calls; None between two fits.
         self._thread: threading.Thread | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._error: BaseException | None = None
 
     @abc.abstractmethod
@@ -91,11 +90,11 @@ class Tracker(Hook, abc.ABC):
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         self._run_dir = run_dir
-        self._calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error = None
         self._thread = threading.Thread(target=self._work, args=[self._calls], daemon=True)
         self._thread.start()
-        self._send(partial(self._start_here, result))
+        self._calls.put(partial(self._start_here, result))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._report_error()
@@ -105,21 +104,21 @@ class Tracker(Hook, abc.ABC):
         metrics["train/learning_rate"] = session.learning_rate()
         if steps_per_second is not None:
             metrics["steps_per_second"] = steps_per_second
-        self._send(partial(self._log, metrics, session.global_step))
+        self._calls.put(partial(self._log, metrics, session.global_step))
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         metrics = {f"validation/{name}": value for name, value in scalars(logs)}
-        self._send(partial(self._log, metrics, session.global_step))
+        self._calls.put(partial(self._log, metrics, session.global_step))
 
     def after_fit(self, result: Result) -> None:
-        if self._thread is None or self._calls is None:
+        if self._thread is None:
             # Another hook has failed before this one began.
             return
         names = ["result.json", "metrics.csv", "placement.png", *(["model.keras"] if self._save_model else [])]
         paths = [self._run_dir / name for name in names]
-        self._send(partial(self._finish, result, [path for path in paths if path.exists()]))
+        self._calls.put(partial(self._finish, result, [path for path in paths if path.exists()]))
         self._calls.put(None)
-        thread, self._thread, self._calls = self._thread, None, None
+        thread, self._thread = self._thread, None
         thread.join(self._timeout)
         if thread.is_alive():
             name = type(self).__name__
@@ -133,12 +132,8 @@ class Tracker(Hook, abc.ABC):
         with written_whole(file) as path:
             path.write_text(json.dumps(dict(self._start(earlier, result))))
 
-    def _send(self, call: Callable[[], None]) -> None:
-        """Lets the thread make a call, unless an earlier one has failed."""
-        assert self._calls is not None
-        self._calls.put(call)
-
     def _work(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        """Makes calls until None comes, or one fails; those after that are discarded."""
         has_failed = False
         while (call := calls.get()) is not None:
             try:

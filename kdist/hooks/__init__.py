@@ -40,12 +40,9 @@ __all__ = [
     "FeedFn",
     "FinalOps",
     "GlobalStepWaiter",
-    "HealthCheck",
     "HistogramSaver",
     "Hook",
     "LoggingTensor",
-    "MetricsServer",
-    "MlflowTracker",
     "NanTensor",
     "Profiler",
     "Progress",
@@ -57,11 +54,10 @@ __all__ = [
     "StepCounter",
     "StopAtStep",
     "SummarySaver",
-    "Tracker",
-    "WandbTracker",
     "default_hooks",
     "with_defaults",
 ]
+__all__.extend(_EXTRAS)
 
 
 def __getattr__(name: str) -> Any:

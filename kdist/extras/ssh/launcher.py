@@ -28,14 +28,13 @@ from kdist.extras.ssh.connection import (
     why_closed,
 )
 from kdist.extras.ssh.hosts import Host, Request, tasks_by_host, tf_configs
+from kdist.fit.signals import SAME_SIGNAL_SECS, exit_code_of
 
 #: Sent to the tasks when this process gets them; for SIGHUP, as when its terminal closes, they get SIGTERM.
 _FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)} | {
     signal.SIGHUP: signal.SIGTERM
 }
 _CLOSE_SECS = 5.0
-#: Schedulers send a signal twice within milliseconds.
-SAME_SIGNAL_SECS = 0.5
 #: For tasks to notice the end of another one.
 _NOTICE_SECS = 5.0
 #: For tasks to end after a second signal.
@@ -103,7 +102,7 @@ def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> di
         elif isinstance(event, ConnectionClosed):
             raise why_closed(event, request.python)
         elif isinstance(event, signal.Signals):
-            return _code_of(event)
+            return exit_code_of(event)
     return ports
 
 
@@ -208,22 +207,19 @@ class _Tasks:
 
     def _tell(self, received: signal.Signals) -> None:
         """Forwards a signal; after a second one, tasks have little time."""
-        now = time.monotonic()
-        self._send(_FORWARDED[received])
-        if self._told is None:
-            self._told, self._told_at = received, now
+        now, sent = time.monotonic(), _FORWARDED[received]
+        self._send(sent)
+        # To tasks, too, SIGUSR1 ahead of a time limit and SIGTERM at the limit are one request to stop.
+        was_ahead = self._told in (signal.SIGUSR1, signal.SIGUSR2) and sent == signal.SIGTERM
+        if self._told is None or was_ahead:
+            self._told, self._told_at = sent, now
         elif now - self._told_at > SAME_SIGNAL_SECS:
-            self._code = self._code or _code_of(self._told)
+            self._code = self._code or exit_code_of(self._told)
             self._kill_at = now + _SECOND_SIGNAL_SECS
 
     def _send(self, number: int) -> None:
         for connection in self._connections.values():
             connection.tell(signal=number)
-
-
-def _code_of(number: int) -> int:
-    """The exit code after a signal before anything was started, or if tasks do not end after it."""
-    return 130 if number == signal.SIGINT else 143
 
 
 def _report(text: str) -> None:
