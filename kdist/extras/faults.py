@@ -56,7 +56,6 @@ class SignalTask(Drill):
     """Kills or stops a task.
 
     Args:
-        at_step: the global step.
         task: for example `worker:1` or `ps:0`; this process must have started it.
         number: `KILL`, or `STOP`: it exists, but no longer runs.
     """
@@ -76,7 +75,6 @@ class SlowTask(Drill):
     """Slows a task down from then on: it is stopped most of the time.
 
     Args:
-        at_step: the global step.
         task: for example `worker:1`; this process must have started it.
         factor: how many times slower; more than 1.
     """
@@ -105,7 +103,6 @@ class FillDisk(Drill):
     """Fills the file system of the run dir for a while.
 
     Args:
-        at_step: the global step.
         secs: until it is freed again; null: at the end.
         max_bytes: a file system with more free space is left alone.
     """

@@ -30,11 +30,7 @@ _RECORD = "validation.json"
 class MonitoringHook(Hook, abc.ABC):
     """Judges one metric of each validation or progressive validation, and keeps its best value.
 
-    Args:
-        metric: `loss`, or the name of a metric as validation reports it; with `progressive_` before it, as
-            `ProgressiveValidation` reports it.
-        mode: the better values, `min` or `max`; `auto` asks the metric.
-        min_delta: the smallest improvement that counts; at least 0.
+    The arguments are those of `EarlyStopping`.
 
     Attributes:
         best: the best value so far; None before the first.

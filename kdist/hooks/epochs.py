@@ -32,7 +32,7 @@ class EpochRecorder(Hook):
 
     Args:
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
-        callbacks: called at the events of training; includes the history.
+        callbacks: include the history.
         lengths: of the epochs; without it, and without `passes`, the whole run is one epoch.
         passes: of data of unknown length, with which an epoch ends at the latest.
         epochs: how many, counted from 0; None for any number.
@@ -43,7 +43,6 @@ class EpochRecorder(Hook):
         resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: also validate at multiples of this step.
-        prints_epochs: whether to print a line for each complete epoch.
 
     Attributes:
         train_logs: loss and metrics of the last epoch, or of the part of it that was trained.
@@ -89,16 +88,14 @@ class EpochRecorder(Hook):
         self.best.forget_after(session.global_step)
         if self.passes is not None and self._is_past_last(self._epoch):
             session.request_stop(EPOCHS)
-        if not self._has_begun:
-            self._has_begun = True
-            self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
-            self.callbacks.begin(session, self._epoch)
-            if self.resumes:
-                self._continue_history(session)
-        else:
-            self.callbacks.begin_again(session, self._epoch)
+        self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
+        self.callbacks.begin(session, self._epoch)
+        if self._has_begun:
             # Training repeats the others.
             self._set_finished([epoch for epoch in self._finished if epoch.step <= session.global_step])
+        elif self.resumes:
+            self._continue_history(session)
+        self._has_begun = True
 
     def before_run(self, context: RunContext) -> None:
         if self.callbacks.wants_batches and not self._steps_in_batch:
