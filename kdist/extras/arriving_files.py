@@ -210,10 +210,7 @@ class TfRecords(FileFormat):
 class Csv(FileFormat):
     """CSV files as of RFC 4180, also compressed by gzip (`.gz`); the first line of each has the names of its columns.
 
-    A batch is a dict of tensors `[n]`. Every value must be there.
-
-    Args:
-        dtypes: of all columns by name, in the order of the file.
+    A batch is a dict of tensors `[n]`. Every value must be there. `dtypes` has all columns, in the order of the file.
     """
 
     def __init__(self, dtypes: Mapping[str, tf.DType]) -> None:

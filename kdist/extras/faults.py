@@ -34,7 +34,6 @@ class Drill(Hook, abc.ABC):
     def __init__(self, at_step: int) -> None:
         check_whole_number("drill.at_step", at_step)
         self._at_step = at_step
-        self._is_done = False
 
     def begin(self, session: Session) -> None:
         self._is_done = False

@@ -22,7 +22,7 @@ from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.result import Result, final_metrics
-from kdist.storage.files import written_whole
+from kdist.storage.files import write_whole
 
 
 class Tracker(Hook, abc.ABC):
@@ -129,8 +129,7 @@ class Tracker(Hook, abc.ABC):
     def _start_here(self, result: Result) -> None:
         file = self._run_dir / f"{self._extra}.json"
         earlier = json.loads(file.read_text()) if file.exists() else {}
-        with written_whole(file) as path:
-            path.write_text(json.dumps(dict(self._start(earlier, result))))
+        write_whole(file, json.dumps(dict(self._start(earlier, result))))
 
     def _work(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         """Makes calls until None comes, or one fails; those after that are discarded."""
@@ -238,8 +237,7 @@ class MlflowTracker(Tracker):
             tags["mlflow.source.git.commit"] = result.git["commit"]
         if (folder := self._sweep_folder) is not None:
             tags["mlflow.parentRunId"] = self._parent(identity, folder)
-        created: str = self._client.create_run(identity, tags=tags, run_name=self._name).info.run_id
-        return created
+        return str(self._client.create_run(identity, tags=tags, run_name=self._name).info.run_id)
 
     def _parent(self, experiment: str, folder: Path) -> str:
         """The run of the sweep, which the first of its trials has created."""
@@ -326,13 +324,8 @@ class WandbTracker(Tracker):
             )
         else:
             self._run = wandb.run
-        self._run.config.update(
-            {
-                **result.config,
-                "resolved": {"strategy": result.strategy, "cluster": result.cluster, "seed": result.seed},
-            },
-            allow_val_change=True,
-        )
+        resolved = {"strategy": result.strategy, "cluster": result.cluster, "seed": result.seed}
+        self._run.config.update({**result.config, "resolved": resolved}, allow_val_change=True)
         # A step may have several lines, and a run that resumes goes back to its last checkpoint.
         self._run.define_metric("*", step_metric="global_step")
         return {"id": self._run.id}

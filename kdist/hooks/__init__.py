@@ -10,17 +10,14 @@ from typing import Any
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_values import BestCheckpoint, EarlyStopping
 from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
+from kdist.hooks.ends import NanTensor, StopAtStep
 from kdist.hooks.export import Export
-from kdist.hooks.feed_fn import FeedFn
-from kdist.hooks.final_ops import FinalOps
+from kdist.hooks.functions import FeedFn, FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
 from kdist.hooks.histogram_saver import HistogramSaver
-from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
-from kdist.hooks.progress import Progress
 from kdist.hooks.progressive_validation import ProgressiveValidation
-from kdist.hooks.reports import LoggingTensor, StepCounter, SummarySaver
-from kdist.hooks.stop_at_step import StopAtStep
+from kdist.hooks.reports import LoggingTensor, Progress, StepCounter, SummarySaver
 from kdist.hooks.timer import SecondOrStepTimer
 
 _EXTRAS = {

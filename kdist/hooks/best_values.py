@@ -197,8 +197,7 @@ class BestCheckpoint(MonitoringHook):
         # After a failure of the cluster, the files are those of this run, even if training starts over.
         if not self._has_begun and record.exists():
             if session.global_step:
-                known = json.loads(record.read_text())
-                self.best = self.value(known["validation"])
+                self.best = self.value(json.loads(record.read_text())["validation"])
             else:
                 # It belongs to another run in this folder.
                 self._kept(session).set_aside()

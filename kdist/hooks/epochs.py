@@ -38,8 +38,6 @@ class EpochRecorder(Hook):
         epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
-        best: gets the validation values.
-        metrics: gets the logs of each epoch, and has read those of earlier ones.
         resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: also validate at multiples of this step.

@@ -14,7 +14,7 @@ from keras.callbacks import Callback
 from kdist._compat.keras import acts_on
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.nan_tensor import NanTensor
+from kdist.hooks.ends import NanTensor
 from kdist.model.names import GLOBAL_STEP, STATE_RESETS, average_of
 from kdist.model.state import (
     finalize_ema,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.errors import ConfigError
+from kdist.config.checks import check_whole_number
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
 from kdist.log import warn
@@ -51,8 +51,7 @@ class Profiler(TimedHook):
         duration_ms: int = 500,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if duration_ms < 1:
-            raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
+        check_whole_number("Profiler.duration_ms", duration_ms, required=True)
         super().__init__(every_steps, every_secs, clock)
         self._output_dir = output_dir
         self._duration_ms = duration_ms
@@ -82,8 +81,8 @@ class Profiler(TimedHook):
 
     def close(self) -> None:
         if self._trace is not None:
-            trace, self._trace = self._trace, None
-            trace.close()
+            self._trace.close()
+            self._trace = None
 
 
 @contextmanager

@@ -73,12 +73,7 @@ Event = Prepared | TaskOutput | TaskExited | ConnectionClosed | Signals
 
 
 class Connection:
-    """A host, reached by ssh; every event of it is put into `events`.
-
-    Args:
-        host: the machine.
-        request: how to connect, and the interpreter that runs the agent there.
-    """
+    """A host, reached by ssh, on which the agent runs; every event of it is put into `events`."""
 
     def __init__(self, host: Host, request: Request, events: SimpleQueue[Event]) -> None:
         self.host = host

@@ -61,11 +61,11 @@ def run(request: Request) -> int:
     connections: dict[Host, Connection] = {}
     try:
         with _receive_signals(events):
-            for host in tasks:
-                connections[host] = Connection(host, request, events)
-            for host, connection in connections.items():
-                number = len(tasks[host])
-                connection.tell(folder=request.folder, number=number, port=request.port, patience=request.patience)
+            for host, of_host in tasks.items():
+                connection = connections[host] = Connection(host, request, events)
+                connection.tell(
+                    folder=request.folder, number=len(of_host), port=request.port, patience=request.patience
+                )
             ports = _ports(events, set(connections), request)
             if isinstance(ports, int):
                 return ports
