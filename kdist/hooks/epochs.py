@@ -199,12 +199,11 @@ class EpochRecorder(Hook):
 
     def _warn_of_end_of_data(self, step: int) -> None:
         """Warns, as Keras does, of an epoch that the data has ended at a step."""
+        length = wanted = 0
         if self.passes is not None:
             length, wanted = self._batch_at(step), self.passes.steps_per_epoch or 0
         elif self.lengths is not None:
             length, wanted = self.lengths.length_of(self._epoch - self.first_epoch), self.lengths.steps_per_epoch
-        else:
-            return
         if 0 < length < wanted:
             warn(
                 f"your input ran out of data in epoch {self._epoch + 1}, after {length} of {wanted} steps "

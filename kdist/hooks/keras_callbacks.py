@@ -248,5 +248,4 @@ def _needs_logs_only(callback: Callback) -> bool:
 
 
 def acts_on_any(callback: Callback, events: Sequence[str]) -> bool:
-    """True if a callback acts on one of these events."""
     return any(acts_on(callback, event) for event in events)

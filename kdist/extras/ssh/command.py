@@ -46,7 +46,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
     return run_tasks(request_of(arguments))
 
 
@@ -80,7 +79,6 @@ def request_of(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`."""
     place = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:place]), list(arguments[place + 1 :])
 

@@ -119,7 +119,6 @@ def tasks_by_host(hosts: Sequence[Host], shape: ClusterShape) -> dict[Host, tupl
 
 
 def tf_configs(addresses: Mapping[Task, str]) -> dict[Task, str]:
-    """TF_CONFIG of each task, from the addresses of all."""
     cluster: dict[str, list[str]] = {}
     for task, address in addresses.items():
         # An evaluator is not part of the cluster.
