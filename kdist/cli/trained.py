@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from kdist import log
 from kdist._compat.hydra import parse_command_line
-from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors
+from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors, without_hydra
 from kdist.cli.hydra_plugins import register
 from kdist.cli.main import exit_code_of, native_log
 from kdist.cluster.network import isolate
@@ -206,8 +206,7 @@ def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) ->
 
 def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
     with explain_errors(ValueError):
-        with open_dict(config):
-            del config["hydra"]
+        config = without_hydra(config)
         if OmegaConf.select(config, "data._target_") is None:
             config.data = None
         check_keys(config, Config)

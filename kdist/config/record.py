@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 from omegaconf.resolvers import oc
 
 from kdist.errors import ConfigError
@@ -106,44 +106,39 @@ def _is_plain(value: Any) -> bool:
 
 def record_of(config: DictConfig) -> dict[str, Any]:
     """The config in plain dicts and lists; `${oc.env:PASSWORD}`, which may be a secret, stays as it was written."""
-    with _note_environment() as uses:
-        found: dict[str, Any] = _resolve(config, OmegaConf.to_container(config, resolve=False), uses)
+    OmegaConf.register_new_resolver(_ENVIRONMENT, _refuse, replace=True)
+    try:
+        found: dict[str, Any] = _resolve(config, OmegaConf.to_container(config, resolve=False))
         return found
+    finally:
+        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
-def _resolve(node: Any, written: Any, uses: list[str]) -> Any:
-    """The value of a node: `written` if its resolution uses the environment, which adds to `uses`."""
+class _OfEnvironmentError(InterpolationResolutionError):
+    """A value comes from the environment."""
+
+
+def _refuse(*_: Any) -> None:
+    raise _OfEnvironmentError
+
+
+def _resolve(node: Any, written: Any) -> Any:
     if isinstance(node, DictConfig):
-        return {str(key): _item(node, key, written[key], uses) for key in node}
+        return {str(key): _item(node, key, written[key]) for key in node}
     if isinstance(node, ListConfig):
-        return [_item(node, index, written[index], uses) for index in range(len(node))]
+        return [_item(node, index, written[index]) for index in range(len(node))]
     return node
 
 
-def _item(parent: Container, key: Any, written: Any, uses: list[str]) -> Any:
+def _item(parent: Container, key: Any, written: Any) -> Any:
+    """The value of an item: `written` if it comes from the environment."""
     if OmegaConf.is_missing(parent, key):
         return written
-    uses.clear()
-    value = parent[key]
-    if uses:
+    try:
+        value = parent[key]
+    except _OfEnvironmentError:
         return written
     if isinstance(value, Container) and not isinstance(written, (dict, list)):
         # It stands elsewhere in the config.
         written = OmegaConf.to_container(value, resolve=False)
-    return _resolve(value, written, uses)
-
-
-@contextmanager
-def _note_environment() -> Iterator[list[str]]:
-    """Yields a list that gets the names of the variables that are read."""
-    uses: list[str] = []
-
-    def note(name: str, *default: Any) -> Any:
-        uses.append(name)
-        return oc.env(name, *default)
-
-    OmegaConf.register_new_resolver(_ENVIRONMENT, note, replace=True)
-    try:
-        yield uses
-    finally:
-        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
+    return _resolve(value, written)
