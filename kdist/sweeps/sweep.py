@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist import log
-from kdist.config.hparams import by_key, is_of_training
+from kdist.config.hparams import by_key, is_of_training, overrides_of_job
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import content_of
 from kdist.storage.files import OWNER_ONLY
@@ -87,9 +87,6 @@ class Objective:
 def begin_trial(sweep: Folder, name: str, overrides: Sequence[str], job: int | None = None) -> Trial:
     """The trial with these overrides (`key=value`) to run under this name, or the finished one that is there.
 
-    Args:
-        job: its number in this sweep.
-
     Raises:
         ConfigError: another trial has this name, or a process trains in it, or it is not a folder in the sweep's.
     """
@@ -148,10 +145,7 @@ def bring_files(folder: Folder) -> None:
 class TrialRunner:
     """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
 
-    Args:
-        sweep: the folder of all trials.
-        run: runs one, with its config and its run dir.
-        print_error: prints why one has failed.
+    `run` gets the config and the run dir of a trial, and `print_error` the reason why one has failed.
     """
 
     def __init__(
@@ -180,8 +174,6 @@ class TrialRunner:
 
     def _objective_of_trial(self, config: DictConfig) -> float | None:
         from hydra.core.hydra_config import HydraConfig
-
-        from kdist.config.hparams import overrides_of_job
 
         hydra = HydraConfig.get()
         overrides = overrides_of_job()
@@ -222,15 +214,11 @@ class TrialRunner:
 
 
 class Sweep:
-    """The trials of a sweep's folder, compared by `metric` and `mode` as in `objective`.
+    """The trials of a sweep's folder, by number, compared by `metric` and `mode` as in `objective`.
 
     Attributes:
-        trials: by number.
-        failed: the failed ones.
         swept: the keys in which trials differ; all of a sweep of one trial.
         rows: the rows of `kdist.load_runs`, in the same order, with their objectives in the column `OBJECTIVE`.
-        metric: the name by which trials are compared.
-        mode: `min` or `max`: its better values.
     """
 
     def __init__(self, folder: Folder, metric: str | None = None, mode: str | None = None) -> None:
@@ -266,10 +254,9 @@ class Sweep:
             [
                 list_text(trials[row["run"]].number for row in group.rows),
                 *(list_text(row[key] for row in group.rows) for key in self.swept),
-                *(
-                    "" if (found := group.spread(column)) is None else found.text(form)
-                    for column, form in ((OBJECTIVE, ".4g"), ("steps_per_second", ".1f"), ("staleness", ".2f"))
-                ),
+                group.text(OBJECTIVE, ".4g"),
+                group.text("steps_per_second", ".1f"),
+                group.text("staleness", ".2f"),
                 status_of(group.rows),
             ]
             for group in self.groups()
