@@ -100,11 +100,9 @@ class EndOfSweep(ExitStack):
 def run_job(
     config: DictConfig, trial_dir: str | None = None, *, parsed: Namespace, end_of_sweep: EndOfSweep | None = None
 ) -> None:
-    """One run, in the folder that Hydra has created for it.
+    """One run, in the folder that Hydra has created for it; `trial_dir` is the run dir of a trial of a sweep.
 
-    Args:
-        trial_dir: the run dir, if this is a trial of a sweep.
-        end_of_sweep: ends its fork server, if this is a trial in the process of the sweep.
+    The fork server of trials in the process of their sweep ends with `end_of_sweep`.
     """
     checked, membership = check_job(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:

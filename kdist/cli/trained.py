@@ -79,10 +79,7 @@ def parser_for(command: str, description: str) -> ArgumentParser:
 
 
 def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[[Namespace], str]) -> int:
-    """Runs a command and prints what it returns; returns the exit code.
-
-    What the user's code prints goes to standard error.
-    """
+    """Prints the result of a command, and what the user's code prints to standard error; returns the exit code."""
 
     def run() -> None:
         given = parser.parse_intermixed_args(arguments)
@@ -102,14 +99,8 @@ def load_trained_run(
     """Yields the run that a command names, and its config.
 
     Args:
-        given: the arguments of the command.
         needs_data: true if the command cannot do without the data of the config.
-        data: makes the data for which a model is built, if it needs some, with the preprocessing of the model; None:
-            the data of the run.
-
-    Raises:
-        ConfigError: there is no such run dir or checkpoint, or its record cannot be used.
-        KdistError: object storage failed; a retry may help.
+        data: makes the data for which a model is built, with the preprocessing of the model; None: that of the run.
     """
     if not is_url(given.run_dir) and not Path(given.run_dir).is_dir():
         raise ConfigError(f"{given.run_dir}: there is no such run dir")
@@ -157,17 +148,8 @@ def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any
 
     if config.data is None:
         raise ConfigError("building the model needs its data, and the run recorded none; give data=...")
-    data = data_arguments(config)
-    x, y, sample_weight = (data.get(name) for name in ("x", "y", "sample_weight"))
-    return training_data(
-        x,
-        y,
-        sample_weight,
-        batch_size=config.train.batch_size,
-        class_weight=data.get("class_weight"),
-        seed=0,
-        preprocess=preprocess,
-    )
+    data = {name: value for name, value in data_arguments(config).items() if not name.startswith("validation_")}
+    return training_data(**data, batch_size=config.train.batch_size, seed=0, preprocess=preprocess)
 
 
 def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
@@ -217,11 +199,7 @@ def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
 
 
 def _read(run: RunDir) -> dict[str, Any]:
-    """The recorded config, resolved, as far as it matters now.
-
-    Raises:
-        ConfigError: there is no record of a run.
-    """
+    """The recorded config, resolved, as far as it matters now."""
     hydra, result = run.file(".hydra/config.yaml"), run.read_result()
     if hydra is None and not result and not run.checkpoints().steps():
         sweep = "; it is the folder of a sweep: give that of a trial" if run.file("multirun.yaml") else ""

@@ -465,11 +465,7 @@ def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
 
 
 def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
-    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own.
-
-    Raises:
-        ConfigError: there is no such option, or a value is not allowed.
-    """
+    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own."""
     known = [item.name for item in fields(StrategyConfig) if item.name not in ("name", "_target_")]
     for option in options:
         if option not in known:

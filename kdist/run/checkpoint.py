@@ -392,9 +392,6 @@ class Checkpoints:
         data = sorted(match[0] for match in self._matches() if match[1] == path.name and match[0] != index)
         return [f"{self.folder.name}/{name}" for name in (index, *data)]
 
-    def _files(self) -> list[Path]:
-        return list(self.folder.iterdir()) if self.folder.is_dir() else []
-
     def _move_into_place(self, target: Path) -> None:
         """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
         unfinished, index = self._unfinished(target), Path(f"{target}{INDEX_SUFFIX}")
@@ -423,7 +420,7 @@ class Checkpoints:
             ) from None
 
     def _remove_left_behind(self) -> None:
-        for path in self._files():
+        for path in list(self.folder.glob("*")):
             if LEFT_BEHIND.fullmatch(path.name):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -448,7 +445,8 @@ class Checkpoints:
             warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
-        return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
+        pattern = re.compile(rf"{prefix.name}\.data-\d+-of-\d+")
+        return sorted(path for path in self.folder.glob("*") if pattern.fullmatch(path.name))
 
 
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:

@@ -158,12 +158,7 @@ class TrialRunner:
         self._stopped_by: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs the trial unless it is done, and returns its objective; None if it failed.
-
-        Raises:
-            ConfigError: the folder belongs to another trial, or the sweep's metric is wrong.
-            StorageError: the sweep is on object storage, which failed or refused.
-        """
+        """Runs the trial unless it is done, and returns its objective; None if it failed."""
         if self._stopped_by is not None:
             raise self._stopped_by
         try:
