@@ -88,8 +88,8 @@ def load_config(
     return loader.load_configuration(parsed.config_name or default_name, given, mode)
 
 
-def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Calls `task` as `@hydra.main` does, with a config that is composed, which is not composed again."""
+def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> Exception | None:
+    """Calls `task` as `@hydra.main` does, with a config that is not composed again; returns the error that ended it."""
     with _hydra(config, loader) as context:
         context.callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
         done = run_job(
@@ -100,7 +100,8 @@ def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], 
             job_subdir_key=None,
         )
         context.callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
-        _ = done.return_value
+        # The property would raise it with a message of Hydra's own.
+        return done._return_value if isinstance(done._return_value, Exception) else None
 
 
 def sweep(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:

@@ -46,12 +46,6 @@ def run(arguments: list[str]) -> int:
         return 0
     # A config that is wrong is reported in this form, too.
     log.use("json" if "run.log_format=json" in arguments else "text")
-    _run_hydra(arguments)
-    return 0
-
-
-def _run_hydra(arguments: list[str]) -> None:
-    """Runs the job, or with `-m` all trials of a sweep."""
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
 
@@ -64,6 +58,7 @@ def _run_hydra(arguments: list[str]) -> None:
         _show(parsed, arguments)
     else:
         _run_once(parsed)
+    return 0
 
 
 def _run_once(parsed: Namespace) -> None:
@@ -79,24 +74,15 @@ def _run_once(parsed: Namespace) -> None:
     if membership is not None and not membership.is_chief:
         take_part(for_job, checked, membership)
         return
-    failures: list[Exception] = []
-
-    def job(config: DictConfig) -> None:
-        # Hydra would print a traceback of its own.
-        try:
-            run_job(config, parsed=parsed)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
     with _explain_hydra_errors():
         if has_own_run_dir(config):
             config.run.dir = str(make_new(Path(checked.run.dir)))
         folder = Path(str(config.hydra.run.dir))
         lock_of(chief_folder(checked.run.dir, folder, checked.run.storage_timeout)).check()
         make_private(folder)
-        run(config, loader, job)
-    if failures:
-        raise failures[0]
+        error = run(config, loader, partial(run_job, parsed=parsed))
+    if error is not None:
+        raise error
 
 
 def _run_sweep(parsed: Namespace) -> None:
