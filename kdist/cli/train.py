@@ -31,7 +31,6 @@ from kdist.storage.mirror import chief_folder, lock_of
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
     from kdist.sweeps.sweep import Sweep
 
@@ -159,11 +158,8 @@ def _show(parsed: Namespace, arguments: list[str]) -> None:
         compose(parsed)
     sys.argv = [sys.argv[0], *arguments]
     with _explain_hydra_errors():
-        hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(_nothing)()
-
-
-def _nothing(_: DictConfig) -> None:
-    """The job of a command that only prints."""
+        only_print = hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")
+        only_print(lambda _: None)()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from kdist import log
@@ -182,13 +182,8 @@ def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) ->
     node = {"model": {"_target_": None}, "data": {"_target_": None}, **recorded}
     node = {key: value for key, value in node.items() if key not in chosen}
     ConfigStore.instance().store(_NAME, {"defaults": ["kdist_schema", *groups, "_self_"], **node})
-    parsed = parse_command_line(overrides)
-    return _check(compose(parsed, _NAME)[0], overrides)
-
-
-def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
     with explain_errors(ValueError):
-        config = without_hydra(config)
+        config = without_hydra(compose(parse_command_line(overrides), _NAME)[0])
         if OmegaConf.select(config, "data._target_") is None:
             config.data = None
         check_keys(config, Config)

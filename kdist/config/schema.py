@@ -8,9 +8,7 @@ from typing import Any, Optional
 from kdist.config import checks, targets
 from kdist.errors import ConfigError
 
-LOG_FORMATS = ("text", "json")
 RESUME_MODES = ("auto", "never", "must")
-STARTED_BY = ("auto", "kdist", "slurm", "tf_config")
 PLACEMENT_POLICIES = ("auto", "round_robin", "greedy", "partitioned")
 
 
@@ -92,7 +90,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         self.wait_for_next_chief |= self.stay
-        checks.check_one_of("cluster.started_by", self.started_by, STARTED_BY)
+        checks.check_one_of("cluster.started_by", self.started_by, ("auto", "kdist", "slurm", "tf_config"))
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
         checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
@@ -366,7 +364,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.check_one_of("run.resume", self.resume, RESUME_MODES)
-        checks.check_one_of("run.log_format", self.log_format, LOG_FORMATS)
+        checks.check_one_of("run.log_format", self.log_format, ("text", "json"))
         checks.check_port("run.metrics_port", self.metrics_port)
         checks.check_port("run.health_port", self.health_port)
         checks.check_verbose("run.verbose", self.verbose)

@@ -35,16 +35,13 @@ OBJECTIVE = "objective"
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a sweep.
+    """One trial of a sweep, with its own overrides and its `result.json`, which is empty if it has none.
 
     Attributes:
         name: the name of its run dir in the sweep's folder, which may have slashes.
-        overrides: its own overrides: values by keys.
         status: `running` (or killed), `done`, `failed` or `preempted`.
-        error: the message of its error.
         exit_code: the exit code that a single run would have had.
         job: its number in the sweep that ran it last; None if only its name says it.
-        result: its `result.json`; empty if it has none.
     """
 
     name: str
