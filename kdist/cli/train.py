@@ -31,7 +31,6 @@ from kdist.storage.mirror import chief_folder, lock_of
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-
     from kdist.sweeps.sweep import Sweep
 
 
