@@ -8,7 +8,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -133,14 +133,13 @@ def load_trained_run(
 def _logs() -> Iterator[Path]:
     """Yields a folder for the logs of tasks, which stays if the cluster failed."""
     folder = Path(tempfile.mkdtemp(prefix="kdist-"))
-    try:
-        yield folder
-    except ClusterError as error:
-        raise ClusterError(f"{error}\n  logs: {folder}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as end:
+        end.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except ClusterError as error:
+            end.pop_all()
+            raise ClusterError(f"{error}\n  logs: {folder}") from error
 
 
 def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any:
@@ -205,23 +204,17 @@ def _read(run: RunDir) -> dict[str, Any]:
         raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
     check_record(config)
     with explain_errors(ValueError):
-        kept = {group: _resolve(config, group) for group in _WHOLE}
-        kept |= {group: {key: _resolve(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}
+        kept = {group: node for group in _WHOLE if (node := _resolve(config, group)) is not None}
+        for group, keys in _PARTS.items():
+            kept[group] = {key: value for key in keys if (value := _resolve(config, f"{group}.{key}")) is not None}
         if (size := _resolve(config, "fit.validation_batch_size")) is not None:
             kept["train"]["batch_size"] = size
-        _check_version(kept["optimizer"], result)
-        return {
-            group: {key: value for key, value in node.items() if value is not None} if group in _PARTS else node
-            for group, node in kept.items()
-            if node is not None
-        }
-
-
-def _check_version(optimizer: Any, result: dict[str, Any]) -> None:
-    """Refuses a record of another version that this one would misread."""
-    by = f"was trained by kdist {result.get('versions', {}).get('kdist', 'of another version')}; this is {__version__}"
-    if unknown := sorted(set(optimizer or ()) - {item.name for item in fields(OptimizerConfig)}):
-        raise ConfigError(f"{by}, which knows no {', '.join(f'optimizer.{name}' for name in unknown)}")
+        # This version would misread a record of another one.
+        if unknown := sorted(set(kept.get("optimizer", ())) - {item.name for item in fields(OptimizerConfig)}):
+            by = result.get("versions", {}).get("kdist", "of another version")
+            names = ", ".join(f"optimizer.{name}" for name in unknown)
+            raise ConfigError(f"was trained by kdist {by}; this is {__version__}, which knows no {names}")
+        return kept
 
 
 def _resolve(config: Any, key: str) -> Any:
