@@ -51,7 +51,7 @@ class Line(str):
     def to_json(self, **more: Any) -> str:
         """The line as a JSON object, in one line; `more` comes first."""
         content = {**more, "event": self.event, "step": self.step, "values": self.values, "message": str(self)}
-        return json.dumps(_plain(content), allow_nan=False)
+        return json.dumps(for_json(content), allow_nan=False)
 
 
 def plain_text(text: str) -> str:
@@ -187,16 +187,16 @@ def _format_warning(
     return _format_before(message, category, filename, lineno, line)
 
 
-def _plain(value: Any) -> Any:
+def for_json(value: Any) -> Any:
     """Converts a value for JSON: numbers of NumPy to Python's, NaN and infinity to null."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): for_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [for_json(item) for item in value]
     if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return for_json(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value)

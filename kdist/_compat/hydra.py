@@ -15,7 +15,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobRuntime, configure_log
+from hydra.core.utils import JobReturn, JobRuntime, configure_log
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -72,15 +72,25 @@ def parse_command_line(arguments: Sequence[str]) -> Namespace:
     return get_args_parser().parse_args(arguments)
 
 
-def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Calls `task` as `@hydra.main` does, in a sweep for each trial; the config is not composed again."""
+def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> Exception | None:
+    """Calls `task` as `@hydra.main` does, in a sweep for each trial; the config is not composed again.
+
+    Returns:
+        The error that ended the job; None in a sweep.
+    """
     hydra = Hydra(config.hydra.job.name, loader)
     GlobalHydra.instance().initialize(hydra)
     try:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-        start: Any = hydra.multirun if config.hydra.mode == RunMode.MULTIRUN else hydra.run
+        name = config.hydra.job.config_name
         with replaced(hydra, compose_config=lambda **_: config):
-            start(config.hydra.job.config_name, task, [])
+            if config.hydra.mode == RunMode.MULTIRUN:
+                hydra.multirun(name, task, [])
+                return None
+            # Hydra would raise the error, with a message of its own.
+            with replaced(JobReturn, return_value=None):
+                done = hydra.run(name, task, [])._return_value
+        return done if isinstance(done, Exception) else None
     finally:
         GlobalHydra.instance().clear()
 

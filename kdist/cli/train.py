@@ -31,8 +31,6 @@ from kdist.storage.mirror import chief_folder, lock_of
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from kdist.sweeps.sweep import Sweep
 
 
@@ -46,12 +44,6 @@ def run(arguments: list[str]) -> int:
         return 0
     # A config that is wrong is reported in this form, too.
     log.use("json" if "run.log_format=json" in arguments else "text")
-    _run_hydra(arguments)
-    return 0
-
-
-def _run_hydra(arguments: list[str]) -> None:
-    """Runs the job, or with `-m` all trials of a sweep."""
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
 
@@ -64,6 +56,7 @@ def _run_hydra(arguments: list[str]) -> None:
         _show(parsed, arguments)
     else:
         _run_once(parsed)
+    return 0
 
 
 def _run_once(parsed: Namespace) -> None:
@@ -79,24 +72,15 @@ def _run_once(parsed: Namespace) -> None:
     if membership is not None and not membership.is_chief:
         take_part(for_job, checked, membership)
         return
-    failures: list[Exception] = []
-
-    def job(config: DictConfig) -> None:
-        # Hydra would print a traceback of its own.
-        try:
-            run_job(config, parsed=parsed)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
     with _explain_hydra_errors():
         if has_own_run_dir(config):
             config.run.dir = str(make_new(Path(checked.run.dir)))
         folder = Path(str(config.hydra.run.dir))
         lock_of(chief_folder(checked.run.dir, folder, checked.run.storage_timeout)).check()
         make_private(folder)
-        run(config, loader, job)
-    if failures:
-        raise failures[0]
+        error = run(config, loader, partial(run_job, parsed=parsed))
+    if error is not None:
+        raise error
 
 
 def _run_sweep(parsed: Namespace) -> None:
@@ -173,11 +157,8 @@ def _show(parsed: Namespace, arguments: list[str]) -> None:
         compose(parsed)
     sys.argv = [sys.argv[0], *arguments]
     with _explain_hydra_errors():
-        hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(_nothing)()
-
-
-def _nothing(_: DictConfig) -> None:
-    """The job of a command that only prints."""
+        only_print = hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")
+        only_print(lambda _: None)()
 
 
 @contextmanager
