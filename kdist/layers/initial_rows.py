@@ -21,15 +21,7 @@ _BLOCK_BYTES = 64 << 20
 
 _UNIFORM, _NORMAL = keras.initializers.RandomUniform, keras.initializers.RandomNormal
 _TRUNCATED = keras.initializers.TruncatedNormal
-_BY_FANS = (
-    keras.initializers.VarianceScaling,
-    keras.initializers.GlorotUniform,
-    keras.initializers.GlorotNormal,
-    keras.initializers.HeUniform,
-    keras.initializers.HeNormal,
-    keras.initializers.LecunUniform,
-    keras.initializers.LecunNormal,
-)
+_VARIANCE_SCALING = keras.initializers.VarianceScaling
 
 
 def made_on_servers() -> AbstractContextManager[None]:
@@ -69,7 +61,7 @@ class TableInitializer:
     @staticmethod
     def of(given: Any, shape: Sequence[int]) -> TableInitializer | None:
         """For an initializer of Keras; None for one that may depend on the whole table."""
-        if type(given) in _BY_FANS:
+        if isinstance(given, _VARIANCE_SCALING) and type(given).__module__ == _VARIANCE_SCALING.__module__:
             given = _with_fans(given, *shape)
         return TableInitializer(given) if _constant_of(given) is not None or _has_seed(given) else None
 
