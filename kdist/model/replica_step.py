@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import (
@@ -43,16 +44,7 @@ from kdist.model.embedding_lookup import (
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
-from kdist.model.loss_weights import (
-    LossTerms,
-    Term,
-    is_of_none,
-    kinds_of,
-    loss_terms,
-    of_any_size,
-    term_of,
-    trial_values,
-)
+from kdist.model.loss_weights import LossTerms, Term, is_of_none, kinds_of, loss_terms, of_any_size, term_of
 from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
 from kdist.model.optimizer import can_update_rows, overflow_of, unscale
@@ -276,16 +268,11 @@ class ReplicaStep:
     def _trace(self) -> None:
         layers = [] if self.own is not None else layers_looked_up(self.model)
         self._layers = [layer for layer in layers if id(layer) not in self._why_whole]
-        self._traced = TracedStep(self._step(self._layers), self.batch_spec, self.model, self._jit_compile)
+        step = partial(self._run, layers=self._layers)
+        self._traced = TracedStep(step, self.batch_spec, self.model, self._jit_compile)
         self._found: StepFindings = self._traced.found
         self.trainable, self.state, self.seeds = self._found.trainable, self._found.state, self._found.seeds
         self.replaced_state, self.returned = self._found.replaced, self._found.returned
-
-    def _step(
-        self, layers: Sequence[keras.layers.Layer]
-    ) -> Callable[[Any, TracedScope], tuple[StepOutputs, StepFindings]]:
-        """The step to trace, with lookups by rows of the tables of some layers."""
-        return self._run_own if self.own is not None else partial(self._run, layers=layers)
 
     def _is_traced_right(self, exchanges: Sequence[str]) -> bool:
         """False if the findings of a trace require another one; raises `ConfigError` if the step cannot be trained."""
@@ -353,8 +340,11 @@ class ReplicaStep:
 
         def values(batch: Any, draw: int) -> Sequence[Any]:
             if not traced:
-                traced.append(TracedStep(self._step([]), spec, self.model))
-            return traced[0](batch, trial_values(traced[0].scope.variables.values(), draw)).tried
+                traced.append(TracedStep(partial(self._run, layers=[]), spec, self.model))
+            rng = np.random.default_rng(draw)
+            seeds = [v for v in traced[0].scope.variables.values() if is_seed(v)]
+            drawn = {id(seed): tf.constant(rng.integers(0, 2**31, seed.shape), seed.dtype) for seed in seeds}
+            return traced[0](batch, drawn).tried
 
         return kinds_of(values, self.batch_spec, self.model, self._parts_to_try())
 
@@ -415,9 +405,8 @@ class ReplicaStep:
         own_count = None if terms.is_whole else count
         return record_reductions(self.model, terms.compiled_factors, terms.added_factors, own_count)
 
-    def _run_own(self, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
-        model, own, scaling = self.model, self.own, loss_scaling(self.model)
-        assert own is not None
+    def _run_own(self, own: OwnTrainStep, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
+        model, scaling = self.model, loss_scaling(self.model)
         with scope, record_reductions(model) as reductions:
             logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
             # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
@@ -443,7 +432,9 @@ class ReplicaStep:
     def _run(
         self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]
     ) -> tuple[StepOutputs, StepFindings]:
-        """Keras's own step, with lookups by rows of the tables of some layers."""
+        """The step to trace, with lookups by rows of the tables of some layers if it is Keras's own."""
+        if self.own is not None:
+            return self._run_own(self.own, batch, scope)
         model, scaling = self.model, loss_scaling(self.model)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         num_examples = batch_size_of(batch)

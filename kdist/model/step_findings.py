@@ -21,6 +21,7 @@ from kdist.model.embedding_lookup import RowLookups
 from kdist.model.loss_weights import LossTerms
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
+from kdist.model.phases import PhaseOfTensor
 from kdist.model.state import choose_variables, layer_states, stateful_layers
 from kdist.model.traced_step import TracedScope
 
@@ -48,17 +49,11 @@ class _Dependence:
 
     def __init__(self, old: tf.Tensor) -> None:
         self._old = old
-        #: All operations that use it, directly or not.
-        self._users: set[tf.Operation] = set()
-        found = old.consumers()
-        while found:
-            operation = found.pop()
-            if operation not in self._users:
-                self._users.add(operation)
-                found.extend(user for output in operation.outputs for user in output.consumers())
+        self._phases = PhaseOfTensor()
+        self._phases.arrive([old], 1)
 
     def of(self, tensor: tf.Tensor) -> bool:
-        return tensor is self._old or tensor.op in self._users
+        return self._phases.of(tensor) == 1
 
     def is_sum(self, tensor: tf.Tensor) -> bool:
         """True if the old value itself is one of the summands, whatever the others are."""

@@ -15,14 +15,8 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import global_seed, is_being_built, layers_of, make_variables_at_once, stored_dtype
-from kdist._compat.tensorflow import (
-    call_with,
-    later_input,
-    watch_in_every_tape,
-    with_handle_of,
-)
+from kdist._compat.tensorflow import call_with, later_input, watch_in_every_tape, with_handle_of
 from kdist.model.forward import SeededScope
-from kdist.model.loss_weights import is_of_none
 from kdist.model.names import is_seed
 from kdist.model.phases import flat, packed
 
@@ -167,24 +161,21 @@ class TracedStep:
         model: keras.Model,
         jit_compile: bool | None = None,
     ) -> None:
-        def trace(parts: list[Any]) -> list[tf.Tensor]:
-            self._parts = parts
-            present = iter(parts)
-            batch = [None if is_of_none(spec) else next(present) for spec in tf.nest.flatten(batch_spec)]
+        def trace(batch: Any) -> list[tf.Tensor]:
+            self._batch = batch
             with make_variables_at_once() as made:
                 self.scope = TracedScope(model, made)
-                self.outputs, self.found = step(tf.nest.pack_sequence_as(batch_spec, batch), self.scope)
+                self.outputs, self.found = step(batch, self.scope)
             return flat(self.outputs)
 
         function = tf.function(trace, autograph=False, jit_compile=jit_compile)
-        specs = [spec for spec in tf.nest.flatten(batch_spec) if not is_of_none(spec)]
-        self.function = function.get_concrete_function(specs)
+        self.function = function.get_concrete_function(batch_spec)
         self.graph = self.function.graph
 
     def __call__(self, batch: Any, values: Values) -> Any:
         """The step's outputs; variables without a value have their own."""
         inputs = {(key, n): self._value(key, values) for key, n in self.scope.inputs}
-        results = call_with(self.function, inputs, _parts(batch))
+        results = call_with(self.function, inputs, batch)
         return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
 
     def open_inputs(self, without: Collection[int] = ()) -> Any:
@@ -194,17 +185,13 @@ class TracedStep:
             without: variables that the caller has no values of, by `id`.
         """
         self._first = [key for key, n in self.scope.inputs if n == 0 and key not in without]
-        return [self._parts, [self.scope.inputs[key, 0] for key in self._first]]
+        return [self._batch, [self.scope.inputs[key, 0] for key in self._first]]
 
     def arguments(self, batch: Any, values: Values) -> Any:
         """The values of `open_inputs`."""
-        return [_parts(batch), [self._value(key, values) for key in self._first]]
+        return [batch, [self._value(key, values) for key in self._first]]
 
     def _value(self, key: int, values: Values) -> tf.Tensor:
         variable = self.scope.variables[key]
         value = values.get(key)
         return tf.cast(tf.convert_to_tensor(variable.value if value is None else value), variable.dtype)
-
-
-def _parts(batch: Any) -> list[Any]:
-    return [part for part in tf.nest.flatten(batch) if part is not None]
