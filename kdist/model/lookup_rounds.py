@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -126,12 +127,7 @@ class LookupRounds:
             arrived.append(arrived_now)
             all_rows.append(rows)
             found = running.send(rows)
-
-        def gradients(of_rows: Any) -> dict[int, tf.IndexedSlices]:
-            # Tensors that depend on no gradient are not needed.
-            return self._gradients(of_rows, all_rows, arrived)
-
-        return found, gradients
+        return found, partial(self._gradients, rows=all_rows, arrived=arrived)
 
     def _arrive(
         self, of_round: _Round, wanted: Sequence[tf.Tensor], source: RowSource

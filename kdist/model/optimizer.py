@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,9 +21,6 @@ from kdist.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
-
-#: The dtypes other than float32 in which squares are added up.
-_WIDE = {tf.float64: tf.float64}
 
 # They compute each element of a variable separately, so that rows can be updated independently.
 _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"))
@@ -174,9 +170,10 @@ def clip_gradients(
         squares = defaultdict[Hashable, list[tf.Tensor]](list)
         for key, gradient in gradients.items():
             device = device_of(key)
-            with _on(device):
+            with tf.device(device):
                 values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-                square = tf.reduce_sum(tf.square(tf.cast(values, _WIDE.get(values.dtype, tf.float32))))
+                wide = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
+                square = tf.reduce_sum(tf.square(wide))
             of = variable_of(key) if kind == "clipnorm" else None
             squares[of].append(tf.identity(square) if device else square)
         for of, parts in squares.items():
@@ -194,10 +191,6 @@ def clip_gradients(
 
     clipped: dict[K, Gradient] = {}
     for key, gradient in gradients.items():
-        with _on(device_of(key)):
+        with tf.device(device_of(key)):
             clipped[key] = map_values(partial(clip, key), gradient)
     return clipped
-
-
-def _on(device: str) -> AbstractContextManager[object]:
-    return tf.device(device) if device else nullcontext()

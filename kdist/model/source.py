@@ -161,12 +161,9 @@ def _have_changed(as_built: _Settings, model: keras.Model) -> bool:
     compiled, layers = as_built
     if any(value is not compiled.get(name) for name, value in compile_arguments(model).items()):
         return True
-    for layer, before in layers:
-        now = layer_settings(layer)
-        # `build` may drop a setting, such as the axis of normalization.
-        if any(now[name] != before[name] for name in before.keys() & now.keys()):
-            return True
-    return False
+    settings = ((before, layer_settings(layer)) for layer, before in layers)
+    # `build` may drop a setting, such as the axis of normalization.
+    return any(before[name] != now[name] for before, now in settings for name in before.keys() & now.keys())
 
 
 def _refuse(why: Callable[[], ConfigError], /, *_: Any, **__: Any) -> NoReturn:

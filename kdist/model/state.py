@@ -184,7 +184,7 @@ class WorkerState:
         #: Each fit has its own.
         self._name = f"worker_state_{uuid.uuid4().hex}"
         #: The handles in a graph and their last values there, by device. Within a call values pass from step to step
-        #: as tensors, so that nothing depends on the order in which variables are read and written.
+        #: as tensors; a function orders the first read and the writes of a variable if they have the same handle.
         self._known: WeakKeyDictionary[Any, dict[str, tuple[list[tf.Tensor], list[tf.Tensor]]]] = WeakKeyDictionary()
 
     def read(self, global_step: tf.Tensor, resets: tf.Tensor) -> list[tf.Tensor]:
@@ -194,20 +194,20 @@ class WorkerState:
             global_step: scalar int64.
             resets: int64 `[number of states]`, of each so far.
         """
-        handles, (*values, seen) = self._find()
+        _, known = self._find()
+        *values, seen = known
         epoch = 0 if self._epoch_at is None else self._epoch_at(global_step)
         # Any other value means that a state belongs to the past; at first it is zero in any case.
         now = resets * 2**32 + tf.cast(epoch, tf.int64)
         fresh = [tf.where(same, value, tf.zeros_like(value)) for same, value in zip(tf.unstack(now == seen), values)]
-        self._remember(handles, [*fresh, now])
+        known[:] = [*fresh, now]
         return fresh
 
     def write(self, values: Sequence[tf.Tensor | None]) -> None:
         """Sets the states after a step that has read them; None leaves one as it is."""
-        handles, (*before, seen) = self._find()
-        values = [old if new is None else new for old, new in zip(before, values)]
-        self._remember(handles, [*values, seen])
-        for handle, value, spec in zip(handles, [*values, seen], self._specs):
+        handles, known = self._find()
+        known[:-1] = [old if new is None else new for old, new in zip(known, values)]
+        for handle, value, spec in zip(handles, known, self._specs):
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, spec.dtype))
 
     def _find(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -217,9 +217,6 @@ class WorkerState:
             handles = [self._handle(i) for i in range(len(self._specs))]
             of_graph[device] = handles, [_value(*pair) for pair in zip(handles, self._specs)]
         return of_graph[device]
-
-    def _remember(self, handles: list[tf.Tensor], values: list[tf.Tensor]) -> None:
-        self._known[tf.compat.v1.get_default_graph()][handles[0].device] = handles, values
 
     def _handle(self, index: int) -> tf.Tensor:
         spec = self._specs[index]
