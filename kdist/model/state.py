@@ -39,21 +39,19 @@ def remember_groups(model: keras.Model, groups: tuple[OptimizerGroup, ...]) -> N
 
 
 def choose_variables(
-    model: keras.Model, trainable: list[keras.Variable] | None = None, beside: Sequence[keras.Variable] = ()
+    model: keras.Model, trainable: list[keras.Variable], beside: Sequence[keras.Variable]
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables of a model now; `variables_of` returns them from now on.
 
     A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
 
     Args:
-        trainable: the parameters, if not all are trained.
+        trainable: the parameters.
         beside: variables that a step reads, and the model does not have.
     """
-    chosen = model.trainable_variables if trainable is None else trainable
-    known = {id(variable) for variable in chosen}
-    all_others = (*model.trainable_variables, *model.non_trainable_variables, *beside)
-    others = [v for v in all_others if id(v) not in known]
-    _variables[model] = chosen, others
+    known = {id(variable) for variable in trainable}
+    every = (*model.trainable_variables, *model.non_trainable_variables, *beside)
+    _variables[model] = trainable, [v for v in every if id(v) not in known]
     _groups.pop(model, None)
     return _variables[model]
 

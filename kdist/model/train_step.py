@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -245,7 +245,8 @@ def cut_own_step(
     phases: list[int] = []
     last: dict[int, int] = {}
     num_updates = Counter[int]()
-    arrivals: list[dict[int, tf.Tensor]] = []
+    live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
+    arriving = defaultdict[int, dict[int, tf.Tensor]](dict)
     for indices, of_update, before in zip(own.updated, gradients, assigned):
         again = [last[i] + 1 for i in indices if i in last]
         phase = max([first_phases.of([of_update, before]), *phases[-1:], *again])
@@ -253,24 +254,18 @@ def cut_own_step(
         keys = {i: (id(own.trainable[i]), num_updates[i]) for i in indices}
         inputs = {i: traced.scope.inputs[key] for i, key in keys.items() if key in traced.scope.inputs}
         first_phases.arrive(inputs.values(), phase + 1)
-        arrivals.append(inputs)
+        arriving[phase + 1] |= {i: tensor for i, tensor in inputs.items() if tensor.op in live}
         phases.append(phase)
         last |= dict.fromkeys(indices, phase)
     at_end = [last[i] + 1 for i in assigned[-1] if i in last]
-    num_phases = 1 + max(first_phases.of([assigned[-1], state, metrics, values]), *phases, *at_end)
-    live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
-    arriving: list[dict[int, tf.Tensor]] = [{} for _ in range(num_phases)]
-    for phase, inputs in zip(phases, arrivals):
-        for i, tensor in inputs.items():
-            if tensor.op in live:
-                arriving[phase + 1][i] = tensor
+    num_phases = 1 + max(*map(first_phases.of_operation, live), *phases, *at_end)
     updates = StepUpdates(
         own.groups,
         tuple(
             Update(group, frozenset(own.updated[i]), phases[i], own.order[:i].count(group))
             for i, group in enumerate(own.order)
         ),
-        pulled_again=tuple(map(frozenset, arriving)),
+        pulled_again=tuple(frozenset(arriving[phase]) for phase in range(num_phases)),
         assigned=frozenset(i for found in assigned for i in found),
         loss=loss,
     )
@@ -281,7 +276,7 @@ def cut_own_step(
         unknown: list[Any] = [None] * len(state)
         outputs: list[Any] = [(*found, unknown, [], []) for found in of_phases]
         outputs[-1] = *of_phases[-1], state, metrics, values
-        later = [[of_phase[i] for i in sorted(of_phase)] for of_phase in arriving[1:]]
+        later = [[arriving[p][i] for i in sorted(arriving[p])] for p in range(1, num_phases)]
         return Phases(traced.graph, first_phases, [traced.open_inputs(), *later], outputs, jit_compile)
 
     return updates, cut
