@@ -59,15 +59,7 @@ WRONG_ID = "no such row of trainable variable"
 
 
 class LookupRounds:
-    """A traced function, run in rounds.
-
-    Args:
-        graph: of the function.
-        inputs, outputs: its nested tensors there.
-        lookups: in its trace.
-        tables: the layers of the tables that it looks up, by their index.
-        groups: of these tables.
-    """
+    """A traced function, run in rounds: its graph, its nested inputs and outputs there, and its lookups in tables."""
 
     def __init__(
         self,

@@ -122,12 +122,7 @@ def term_of(reduction: Reduction) -> Term:
 
 
 def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) -> LossTerms:
-    """The terms of the loss of a built model, as far as its graph tells; called while its step is traced.
-
-    Args:
-        batch: of that trace.
-        reductions: of its compiled losses in this trace.
-    """
+    """The terms of the loss of a built model, as far as its graph tells; called while its step is traced."""
     phases = PhaseOfTensor()
     phases.arrive(flat(batch), 1)
     compiled = tuple(map(term_of, reductions))

@@ -59,8 +59,7 @@ def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.
 def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
     """A function that makes one state of any number, `[n, ...]` for each variable, by the metric's own `merge_state`.
 
-    Args:
-        metric: has its variables as attributes.
+    The variables are found among the metric's attributes.
     """
     variables = metric.variables
     # The other one of two that are merged.
@@ -81,12 +80,8 @@ def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray
 
 
 def check_metrics(model: keras.Model, batch_spec: Any) -> None:
-    """Refuses, with a `ConfigError`, custom metrics that do not add up and have no `merge_rule`, after a try on made-up
-    batches.
-
-    Args:
-        model: built, and compiled with the metrics.
-        batch_spec: nested `tf.TensorSpec`s of a batch.
+    """Refuses, with a `ConfigError`, custom metrics of a built model that do not add up and have no `merge_rule`, after
+    a try on made-up batches.
     """
     metrics = [m for m in _flat(model.metrics) if not type(m).__module__.startswith("keras.") and not _has_rule(m)]
     wrong = None
@@ -207,10 +202,7 @@ class MetricReader:
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        returned: ReturnedValues | None = None,
-        loss_counts: Sequence[LossCount] = (),
+        self, model: keras.Model, returned: ReturnedValues | None = None, loss_counts: Sequence[LossCount] = ()
     ) -> None:
         self.model = model
         self.returned = returned = returned or ReturnedValues()

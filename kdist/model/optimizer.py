@@ -73,10 +73,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
 
 
 def optimizer_state(
-    optimizer: keras.optimizers.Optimizer,
-    variables: Sequence[keras.Variable],
-    names: Sequence[str],
-    owner: str = "",
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], names: Sequence[str], owner: str = ""
 ) -> dict[str, keras.Variable]:
     """The optimizer's variables except its step counter, by names that depend on neither process nor server.
 
@@ -119,9 +116,7 @@ def optimizer_state(
 
 
 def unscale(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[Gradient | None],
-    scale: tf.Tensor | None = None,
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient | None], scale: tf.Tensor | None
 ) -> list[Any]:
     """Divides gradients by the scale of the loss: `scale`, or else the factor of `optimizer.scale_loss`."""
     factor = optimizer.loss_scale_factor if scale is None else scale

@@ -51,12 +51,8 @@ class Phases:
     """A traced function that runs in phases.
 
     Args:
-        graph: of the function.
-        first_phases: of the tensors of the graph.
-        inputs: the nested inputs of each phase: of the function for the first one; for the others the tensors that
-            arrive.
-        outputs: the nested outputs of each phase.
-        jit_compile: True if XLA compiles each phase.
+        inputs: nested, of each phase: of the function for the first one; for the others the tensors that arrive.
+        outputs: nested, of each phase.
     """
 
     def __init__(

@@ -385,12 +385,12 @@ class ReplicaStep:
         outputs: StepOutputs = self._traced.outputs
         index_of = {id(layer): index for index, layer in self.tables.items()}
         given = [(i, g) for of_update in outputs.gradients for i, g in enumerate(of_update) if g is not None]
-        dense = {i for i, gradient in given if isinstance(gradient, tf.Tensor)}
-        others = {i for i, gradient in given if not isinstance(gradient, tf.Tensor)}
+        sparse = {i for i, gradient in given if not isinstance(gradient, tf.Tensor)}
         for of_round, gradients in zip(self._found.lookups.rounds, outputs.of_rows):
-            others |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
-        self.dense_gradients = frozenset(dense - others)
-        return frozenset(dense | others)
+            sparse |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
+        every = frozenset(i for i, _ in given) | sparse
+        self.dense_gradients = every - sparse
+        return every
 
     def _record_losses(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
         """In this context, losses are those of a replica, and counted so that those of all replicas add up."""

@@ -80,7 +80,6 @@ class ModelSource:
     Args:
         build_model: a function that returns a compiled `keras.Model`, or such a model. To predict, it need not be
             compiled.
-        strategy: name of the strategy that will train it.
         on_servers: True if parameter servers will have its values, and make those of large tables.
 
     Raises:

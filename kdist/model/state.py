@@ -46,7 +46,6 @@ def choose_variables(
     A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
 
     Args:
-        trainable: the parameters.
         beside: variables that a step reads, and the model does not have.
     """
     known = {id(variable) for variable in trainable}
@@ -169,9 +168,6 @@ class WorkerState:
         variables: the states in the model.
         epoch_at: the number of the epoch at a global step; when one begins, states are zeros again. None: there are no
             epochs.
-
-    Attributes:
-        variables: as given.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], epoch_at: Callable[[tf.Tensor], tf.Tensor] | None) -> None:

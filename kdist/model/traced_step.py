@@ -141,13 +141,6 @@ class TracedStep:
     Args:
         step: batch, scope -> nested tensors, computed in the scope, which it enters itself; its findings.
         batch_spec: nested type specs of a batch.
-        model: the owner of the step.
-        jit_compile: True if XLA compiles it.
-
-    Attributes:
-        function: the concrete function, and its graph.
-        scope: of the trace.
-        outputs, found: the results of the step.
     """
 
     scope: TracedScope

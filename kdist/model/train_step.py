@@ -232,10 +232,6 @@ def cut_own_step(
 ) -> tuple[StepUpdates, Callable[[], Phases]]:
     """Finds the updates of a model's own traced step, with their phases.
 
-    Args:
-        loss: as `StepUpdates.loss`.
-        jit_compile: True if XLA compiles each phase.
-
     Returns:
         The updates; a function that cuts the step, once: each phase returns merged gradients, merged assignments,
         state, metrics and other values.
