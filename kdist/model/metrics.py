@@ -7,7 +7,7 @@ metrics of Keras 2 do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -182,11 +182,10 @@ class LossCount:
         return loss * weight, weight
 
 
-def metric_variables(model: keras.Model, returned: ReturnedValues | None = None) -> list[keras.Variable]:
+def metric_variables(model: keras.Model, means: Iterable[keras.metrics.Mean] = ()) -> list[keras.Variable]:
     """The variables of a built model's metrics, of its loss, which an overridden `metrics` may leave out, and of the
-    means of `returned` values.
+    means of returned values.
     """
-    means = () if returned is None else returned.means.values()
     variables = [v for metric in (loss_tracker(model), *means) for v in metric.variables]
     known = {id(variable) for variable in model.metrics_variables}
     return [*model.metrics_variables, *(variable for variable in variables if id(variable) not in known)]
@@ -206,7 +205,7 @@ class MetricReader:
     ) -> None:
         self.model = model
         self.returned = returned = returned or ReturnedValues()
-        self.variables = metric_variables(model, returned)
+        self.variables = metric_variables(model, returned.means.values())
         self.metrics = [*model.metrics, loss_tracker(model), *returned.means.values()]
         for metric in self.metrics:
             metric.reset_state()

@@ -35,15 +35,14 @@ class PhaseOfTensor:
         waiting = [operation]
         while waiting:
             last = waiting[-1]
-            missing = [tensor.op for tensor in last.inputs if tensor.op not in self._of]
-            if missing and last not in self._of:
+            if last in self._of:
+                waiting.pop()
+            elif missing := [tensor.op for tensor in last.inputs if tensor.op not in self._of]:
                 waiting += missing
-                continue
-            if last not in self._of:
+            else:
                 # Nothing that changes, or is drawn, is computed twice.
                 own = 0 if last.type == "Placeholder" or last.op_def.is_stateful else _CONSTANT
                 self._of[last] = max([own, *(self._of[tensor.op] for tensor in last.inputs)])
-            waiting.pop()
         return self._of[operation]
 
 

@@ -105,7 +105,7 @@ class ReplicaStep:
         if self.own is None:
             check_metrics(model, batch_spec)
         self.worker_state = WorkerState(self._found.worker_state, epoch_at)
-        self.metrics = metric_variables(model, self.returned)
+        self.metrics = metric_variables(model, self.returned.means.values())
         if not self.trainable:
             warn(f"model {model.name}: nothing to train: it has no trainable variable")
         self.updates = self._find_updates()
@@ -199,9 +199,8 @@ class ReplicaStep:
     @cached_property
     def _lookups(self) -> LookupRounds:
         inputs = self._traced.open_inputs(without={id(self.trainable[i]) for i in self.tables})
-        given: StepOutputs = self._traced.outputs
-        outputs = StepOutputs(*given[:-1], [])
-        return LookupRounds(self._traced.graph, inputs, outputs, self._found.lookups, self.tables, self.table_groups)
+        traced, lookups = self._traced, self._found.lookups
+        return LookupRounds(traced.graph, inputs, traced.outputs, lookups, self.tables, self.table_groups)
 
     def _count(
         self,
@@ -360,7 +359,7 @@ class ReplicaStep:
             return ()
         if self.own is not None:
             return () if found.num_divisors else range(len(self.own.updated))
-        return [i for i, term in enumerate((*found.terms.compiled, *found.terms.added)) if term is Term.UNKNOWN]
+        return [i for i, term in enumerate(found.terms.all) if term is Term.UNKNOWN]
 
     def _of_replica(self, terms: LossTerms) -> LossTerms:
         return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)

@@ -18,7 +18,6 @@ from kdist._compat.keras import global_seed, is_being_built, layers_of, make_var
 from kdist._compat.tensorflow import call_with, later_input, watch_in_every_tape, with_handle_of
 from kdist.model.forward import SeededScope
 from kdist.model.names import is_seed
-from kdist.model.phases import flat, packed
 
 #: The values of variables, by `id`.
 Values = Mapping[int, tf.Tensor]
@@ -154,12 +153,12 @@ class TracedStep:
         model: keras.Model,
         jit_compile: bool | None = None,
     ) -> None:
-        def trace(batch: Any) -> list[tf.Tensor]:
+        def trace(batch: Any) -> Any:
             self._batch = batch
             with make_variables_at_once() as made:
                 self.scope = TracedScope(model, made)
                 self.outputs, self.found = step(batch, self.scope)
-            return flat(self.outputs)
+            return self.outputs
 
         function = tf.function(trace, autograph=False, jit_compile=jit_compile)
         self.function = function.get_concrete_function(batch_spec)
@@ -168,8 +167,7 @@ class TracedStep:
     def __call__(self, batch: Any, values: Values) -> Any:
         """The step's outputs; variables without a value have their own."""
         inputs = {(key, n): self._value(key, values) for key, n in self.scope.inputs}
-        results = call_with(self.function, inputs, batch)
-        return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
+        return call_with(self.function, inputs, batch)
 
     def open_inputs(self, without: Collection[int] = ()) -> Any:
         """The nested inputs of the first phase, if the step is cut; it is run on `arguments`.

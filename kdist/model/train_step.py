@@ -192,9 +192,8 @@ class OwnTrainStep:
                 "loss scaling, or compile with auto_scale_loss=False"
             )
         self.groups = tuple(groups)
-        known = [step_counter(group.optimizer) for group in groups]
-        known += [rate for group in groups if (rate := learning_rate_variable(group.optimizer)) is not None]
-        slots = {id(v) for optimizer in self._optimizers.values() for v in optimizer.variables} - set(map(id, known))
+        known = {id(of(group.optimizer)) for group in groups for of in (step_counter, learning_rate_variable)}
+        slots = {id(v) for optimizer in self._optimizers.values() for v in optimizer.variables} - known
         if unknown := sorted(v.name for v in read if id(v) in slots):
             raise self.refusal(
                 f"uses {', '.join(unknown)} of its optimizers, which other tasks do not have; a step can read their "
