@@ -18,10 +18,6 @@ Ragged: TypeAlias = tf.Tensor | tf.RaggedTensor
 class PooledLookup(keras.layers.Layer):
     """A layer that looks up a vector for each id, and pools the vectors of an example if it has a combiner.
 
-    Args:
-        *args, **kwargs: of the next class.
-        combiner: as in `kdist.layers.Embedding`.
-
     Attributes:
         output_dim: the length of a vector.
         mask_zero: True if some ids are padding.
