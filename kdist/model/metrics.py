@@ -57,10 +57,7 @@ def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.
 
 
 def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """A function that makes one state of any number, `[n, ...]` for each variable, by the metric's own `merge_state`.
-
-    The variables are found among the metric's attributes.
-    """
+    """A function that makes one state of several, `[n, ...]` for each variable, by the metric's own `merge_state`."""
     variables = metric.variables
     # The other one of two that are merged.
     twins = {id(v): keras.Variable(v.numpy(), dtype=v.dtype, trainable=False) for v in variables}
@@ -196,7 +193,6 @@ class MetricReader:
 
     Args:
         model: the chief's own; its metric variables keep their values.
-        returned: other values of its steps.
         loss_counts: of the losses that replicas count otherwise than Keras.
     """
 
@@ -219,12 +215,10 @@ class MetricReader:
         own = [metric for metric in _flat(model.metrics) if hasattr(metric, "merge_state")]
         #: The places of the variables of metrics that merge their states themselves, and functions that do it.
         self.mergers = [(places(metric), _state_merger(metric)) for metric in own]
-        means = [loss_tracker(model)]
-        if not returned.counts_loss:
-            means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
+        of_step = [mean for name, mean in returned.means.items() if name.endswith("loss")]
         self.loss_counts = [(loss, places(loss.metric)) for loss in loss_counts]
         #: The places of total and count of each loss.
-        self.losses = [places(mean) for mean in means]
+        self.losses = [places(mean) for mean in ([loss_tracker(model)] if returned.counts_loss else of_step)]
 
     def merge(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of values that were counted separately: `[n, ...]` for each variable."""

@@ -33,11 +33,6 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     return is_known and not optimizer.gradient_accumulation_steps
 
 
-def can_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if an update may be of some rows only. Averages that overwrite a variable overwrite all of it."""
-    return is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
-
-
 def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
     """True if Keras itself neither reads nor writes rows without a gradient."""
     is_plain = type(optimizer) is keras.optimizers.SGD and optimizer.momentum == 0

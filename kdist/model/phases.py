@@ -83,9 +83,7 @@ class Phases:
             for operation in own:
                 node = part.node.add()
                 node.CopyFrom(nodes[operation.name])
-                inputs_here = [name for name in node.input if not name.startswith("^") or name[1:] in names]
-                del node.input[:]
-                node.input.extend(inputs_here)
+                node.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
                 node.attr.pop("_class", None)
             needed = (needed - set(outs)) | set(ins)
             self._pieces.insert(0, (ins, outs, _function(graph, part, ins, outs, jit_compile)))

@@ -47,7 +47,7 @@ from kdist.model.lookup_rounds import LookupRounds, RowSource
 from kdist.model.loss_weights import LossTerms, Term, is_of_none, kinds_of, loss_terms, of_any_size, term_of
 from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import can_update_rows, overflow_of, unscale
+from kdist.model.optimizer import is_elementwise, overflow_of, unscale
 from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
 from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges
@@ -96,7 +96,7 @@ class ReplicaStep:
         #: Known before a trace: why tables of embedding layers are needed as a whole, by the `id` of the layer; the
         #: terms of the loss.
         self._why_whole: dict[int, str] = {}
-        self._terms: LossTerms | None = None
+        self._terms = LossTerms() if num_replicas == 1 else None
         with exchanges_between_replicas() as exchanges:
             self._trace()
             while not self._is_traced_right(exchanges):
@@ -112,7 +112,9 @@ class ReplicaStep:
         self.optimizer_reads = optimizer_reads(self.updates.groups, loss_scaling(model), scope.variables)
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._find_loss_counts()
         with_gradient = self._find_dense_gradients()
-        by_rows = can_update_rows(main_optimizer(model))
+        optimizer = main_optimizer(model)
+        # Averages that overwrite a variable overwrite all of it.
+        by_rows = is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
         row_wise = frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
         self.table_groups = group_tables(self.tables, row_wise, self.updates, with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
@@ -311,9 +313,6 @@ class ReplicaStep:
 
     def _are_terms_right(self) -> bool:
         """Sets the terms of the losses of synchronous replicas; False if the trace has assumed others."""
-        if self._num_replicas == 1:
-            self._terms = LossTerms()
-            return True
         if self._terms is not None:
             return True
         found = self._found

@@ -70,7 +70,6 @@ WRITE_VALUES = ("save", "save_weights", "export")
 #: Methods that use its values.
 USE_VALUES = (*WRITE_VALUES, "evaluate", "predict", "test_on_batch", "predict_on_batch", "get_weights")
 
-
 _Settings: TypeAlias = "tuple[dict[str, Any], list[tuple[keras.layers.Layer, dict[str, Any]]]]"
 
 

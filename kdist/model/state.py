@@ -172,8 +172,7 @@ class WorkerState:
 
     def __init__(self, variables: Sequence[keras.Variable], epoch_at: Callable[[tf.Tensor], tf.Tensor] | None) -> None:
         self.variables = list(variables)
-        self._specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
-        self._specs.append(tf.TensorSpec([len(variables)], tf.int64))
+        self._specs = [*(tf.TensorSpec(v.shape, v.dtype) for v in variables), tf.TensorSpec([len(variables)], tf.int64)]
         self._epoch_at = epoch_at
         #: Each fit has its own.
         self._name = f"worker_state_{uuid.uuid4().hex}"

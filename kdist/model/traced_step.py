@@ -32,6 +32,7 @@ class TracedScope(SeededScope):
         made: the variables that are made during the trace, by `id`.
 
     Attributes:
+        graph: of the function.
         variables: the variables that are read, by `id`.
         written: the variables that are assigned, by `id`.
         inputs: by the `id` of a variable, and the number of its updates before: a step that reads a variable after it
@@ -42,7 +43,7 @@ class TracedScope(SeededScope):
         super().__init__(collect_losses=True)
         self._model = model
         self._made = made
-        self._graph = tf.compat.v1.get_default_graph()
+        self.graph = tf.compat.v1.get_default_graph()
         self.variables: dict[int, keras.Variable] = {}
         self.written: dict[int, keras.Variable] = {}
         self.inputs: dict[tuple[int, int], tf.Tensor] = {}
@@ -123,12 +124,12 @@ class TracedScope(SeededScope):
     def _open(self, variable: keras.Variable) -> None:
         key = id(variable)
         spec = tf.TensorSpec(variable.shape, stored_dtype(variable))
-        value = later_input(self._graph, (key, self._num_updates[key]), spec)
+        value = later_input(self.graph, (key, self._num_updates[key]), spec)
         self.inputs[key, self._num_updates[key]] = value
         self.variables[key] = variable
         self.state_mapping[key] = value
         if self._num_steps[key]:
-            with self._graph.as_default():
+            with self.graph.as_default():
                 self.state_mapping[key] = value + self._num_steps[key]
         if variable.trainable:
             self._roots[key] = value

@@ -116,12 +116,11 @@ class OwnTrainStep:
 
     @contextmanager
     def _recording(self, scope: TracedScope) -> Iterator[None]:
-        graph = tf.compat.v1.get_default_graph()
         called = [(optimizer, optimizer) for optimizer in self._optimizers.values()]
         if self._scaling is not None:
             called.append((self._scaling, main_optimizer(self._model)))
         for optimizer, applied in called:
-            object.__setattr__(optimizer, "apply", partial(self._record, graph, scope, applied))
+            object.__setattr__(optimizer, "apply", partial(self._record, scope, applied))
             object.__setattr__(optimizer, "build", outside_of_scopes()(optimizer.build))
         try:
             yield
@@ -131,16 +130,11 @@ class OwnTrainStep:
                 object.__delattr__(optimizer, "build")
 
     def _record(
-        self,
-        graph: Any,
-        scope: TracedScope,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Any,
-        trainable_variables: Any = None,
+        self, scope: TracedScope, optimizer: keras.optimizers.Optimizer, gradients: Any, trainable_variables: Any = None
     ) -> None:
         variables = built_variables(optimizer) if trainable_variables is None else trainable_variables
         gradients = list(gradients)
-        if tf.compat.v1.get_default_graph() is not graph:
+        if tf.compat.v1.get_default_graph() is not scope.graph:
             raise self.refusal(
                 "applies gradients inside tf.cond, a loop, or a function of its own; apply them in every step, outside "
                 "of these (multiply them by 0 to skip an update)"
