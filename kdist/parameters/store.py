@@ -269,7 +269,7 @@ class ParameterStore:
         if self.is_remote:
             messages, changes = self.fuse(changes), {}
             for tensor, layout in messages:
-                with tf.device(self.device_of(layout.any_key)):
+                with tf.device(layout.device):
                     changes |= layout.split(tensor)
         return self.apply(changes, output.phase)
 
@@ -332,9 +332,7 @@ class ParameterStore:
         return {shard: v for b, value in arrived.items() for shard, v in self.blocks.split(b, value).items()}
 
     def _whole(self, index: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """The value of a variable, from its shards."""
-        values = [by_shard[i] for i in self._shards_of[index]]
-        return values[0] if len(values) == 1 else tf.concat(values, 0)
+        return tf.concat([by_shard[i] for i in self._shards_of[index]], 0)
 
     def _apply_on(self, server: int, arrived: BlockUpdates, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
