@@ -9,7 +9,7 @@ with the session instead, which is faster.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
@@ -34,7 +34,7 @@ from kdist.threads import in_thread
 T = TypeVar("T")
 
 #: Commands of the chief: to run so many steps, to share its values, and to stop, which has 1 if it is interrupted.
-RUN, SHARE, STOP = 1, 2, 3
+_RUN, _SHARE, _STOP = 1, 2, 3
 _STOP_SECS = 5.0
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
@@ -147,34 +147,27 @@ class MultiWorkerMirrored(AllReduce):
     def pids(self) -> Mapping[Task, int]:
         return self._pids
 
-    def run_as_worker(self, spec: TrainingSpec, commands: Iterable[tuple[int, int]] | None = None) -> bool:
+    def run_as_worker(self, spec: TrainingSpec) -> bool:
         """Takes part in what the chief does, until it stops; returns True if the run is at its end, not interrupted.
-
-        Args:
-            commands: what to do, with an argument; None hears it from the chief.
 
         Raises:
             ClusterError: the chief, or another worker, is lost.
         """
         try:
             self.start(spec)
-            for command, argument in self._announced() if commands is None else commands:
-                if command == STOP:
+            while True:
+                # The chief may be busy between two calls: it validates and saves.
+                command, argument = self._say(0)
+                if command == _STOP:
                     return not argument
-                if command == SHARE:
+                if command == _SHARE:
                     self._share()
                 else:
                     super().call(argument)
-            return False
         except _LOST as error:
             raise _lost(error) from error
         finally:
             self._tcp_timeouts.stop()
-
-    def _announced(self) -> Iterator[tuple[int, int]]:
-        while True:
-            # The chief may be busy between two calls: it validates and saves.
-            yield self._say(0)
 
     def values_were_set(self, global_step: int | None) -> None:
         super().values_were_set(global_step)
@@ -185,15 +178,15 @@ class MultiWorkerMirrored(AllReduce):
         if self._announces and self._is_started:
             self._is_started = False
             with suppress(ClusterError):
-                self._bounded(lambda: self._say(STOP, int(self.is_interrupted)), _STOP_SECS)
+                self._bounded(lambda: self._say(_STOP, int(self.is_interrupted)), _STOP_SECS)
         self._tcp_timeouts.stop()
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
-        return self._bounded(partial(self._with_all, partial(super().call, num_steps), RUN, num_steps))
+        return self._bounded(partial(self._with_all, partial(super().call, num_steps), _RUN, num_steps))
 
     def share(self) -> None:
-        self._bounded(partial(self._with_all, self._share, SHARE))
+        self._bounded(partial(self._with_all, self._share, _SHARE))
 
     def _with_all(self, function: Callable[[], T], command: int, argument: int = 0) -> T:
         if self._announces:

@@ -83,43 +83,33 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     del packed
     spec = replace(spec, model=getattr(source, "model", source))
     strategy: Any = make(membership)
-    if task.index:
-        strategy.run_as_worker(spec, commands(pipe))
-        return
     strategy.start(spec)
-    strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
-    facts = strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows
-    pipe.send_bytes(dumps((False, facts)))
+    if not task.index:
+        strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
+        facts = strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows
+        pipe.send_bytes(dumps((False, facts)))
     del source, values
-    served = _Served(strategy, spec.data)
+    served = _Served(task, strategy, spec.data)
     while True:
         try:
             name, arguments = loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            message = dumps((False, getattr(served, name)(*arguments)))
+            is_error, content = False, getattr(served, name)(*arguments)
         except (KdistError, tf.errors.OpError, OSError) as error:
-            message = dumps((True, error))
-        pipe.send_bytes(message)
-
-
-def commands(pipe: Connection) -> Iterator[tuple[int, int]]:
-    """The commands for a worker other than 0, see `MultiWorkerMirrored.run_as_worker`."""
-    from kdist.strategies.multi_worker_mirrored import RUN, SHARE
-
-    while True:
-        try:
-            name, arguments = loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        yield (RUN, arguments[0]) if name == "run" else (SHARE, 0)
+            if task.index:
+                raise
+            is_error, content = True, error
+        if not task.index:
+            pipe.send_bytes(dumps((is_error, content)))
 
 
 class _Served:
     """The functions that the process with the session calls."""
 
-    def __init__(self, strategy: AllReduce, data: Any) -> None:
+    def __init__(self, task: Task, strategy: AllReduce, data: Any) -> None:
+        self._task = task
         self._strategy = strategy
         self._data = data
         self._portions: Iterator[Mapping[str, np.ndarray]] = iter(())
@@ -134,7 +124,7 @@ class _Served:
         try:
             return self._strategy.call(num_steps)
         except tf.errors.OpError as error:
-            raise TaskError(str(Task("worker", 0)), error) from error
+            raise TaskError(str(self._task), error) from error
 
     def share(self) -> None:
         self._strategy.share()

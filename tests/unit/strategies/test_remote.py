@@ -14,9 +14,7 @@ from kdist.cluster.processes.child import Child
 from kdist.config.schema import ClusterConfig
 from kdist.data.pickling import dumps, loads
 from kdist.errors import ClusterError, ConfigError
-from kdist.strategies.multi_worker_mirrored import RUN, SHARE
 from kdist.strategies.remote import Processes, limit_waits
-from kdist.strategies.remote_main import commands
 
 
 class Ended:
@@ -115,6 +113,6 @@ def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_
     assert processes.call_all("run", 1, None) == 3
     told = [loads(of_chief.recv_bytes()) for _ in range(4)]
     assert [name for name, _ in told] == ["run", "of_values", "share", "run"]
-    for here, _ in ends:
-        here.close()
-    assert list(commands(of_other)) == [(RUN, 4), (SHARE, 0), (RUN, 1)]
+    told_too = [loads(of_other.recv_bytes()) for _ in range(3)]
+    assert told_too == [("run", (4, None)), ("share", ()), ("run", (1, None))]
+    assert not of_other.poll()
