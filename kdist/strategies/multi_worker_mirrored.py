@@ -86,26 +86,18 @@ def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: fl
         ClusterError: others do not call it in time, or are lost.
     """
     own, num_workers = membership.task.index, len(membership.spec.worker)
-    summed = tf.function(partial(_sum_over_workers, membership), autograph=False)
 
     def exchange() -> list[TaskFingerprint]:
         text = np.frombuffer(fingerprint.to_json().encode(), np.uint8)
         lengths = np.zeros(num_workers, np.int64)
         lengths[own] = len(text)
-        lengths = summed(tf.constant(lengths)).numpy()
+        lengths = _sum_of_all(membership, lengths)
         texts = np.zeros((num_workers, lengths.max()), np.int64)
         texts[own, : len(text)] = text
-        texts = summed(tf.constant(texts)).numpy().astype(np.uint8)
+        texts = _sum_of_all(membership, texts).astype(np.uint8)
         return [TaskFingerprint.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
 
-    try:
-        check_fingerprints(in_thread(exchange).result(timeout))
-    except TimeoutError:
-        raise ClusterError(
-            f"the other workers did not compare versions and config within {timeout:g} s (cluster.start_timeout)"
-        ) from None
-    except _LOST as error:
-        raise _lost(error) from error
+    check_fingerprints(_bounded(exchange, timeout, "compare versions and config", "cluster.start_timeout"))
 
 
 class MultiWorkerMirrored(AllReduce):
@@ -138,7 +130,7 @@ class MultiWorkerMirrored(AllReduce):
         self._start(spec, self._distribution)
         # In every worker: collectives are numbered as they are traced.
         if not self._membership.started_by_kdist:
-            self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
+            self._say_together = _traced_sum(self._membership, tf.TensorSpec([2], tf.int64))
         self._bounded(self._share)
         self._pids = self._bounded(self._find_pids)
         self._is_started = True
@@ -198,20 +190,12 @@ class MultiWorkerMirrored(AllReduce):
         said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
         return int(said[0]), int(said[1])
 
-    def _sum_of_all(self, values: tf.Tensor) -> np.ndarray:
-        """The sum of what every worker calls it with, of a shape that may be used only once."""
-        return self._traced_sum(tf.TensorSpec(values.shape, values.dtype))(values).numpy()
-
-    def _traced_sum(self, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
-        # Not called by its `tf.function`, which would warn of traces: each fit makes some.
-        return tf.function(partial(_sum_over_workers, self._membership), autograph=False).get_concrete_function(spec)
-
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""
         spec, own = self._membership.spec, self._membership.task
         told = np.zeros(len(spec.worker), np.int64)
         told[own.index] = os.getpid()
-        pids = self._sum_of_all(tf.constant(told))
+        pids = _sum_of_all(self._membership, told)
         hosts = [address.rpartition(":")[0] for address in spec.worker]
         others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
         return {Task("worker", i): int(pids[i]) for i in others}
@@ -219,35 +203,44 @@ class MultiWorkerMirrored(AllReduce):
     def _share(self) -> None:
         """Sends the chief's values to every worker."""
         values = self._store.values.read()
-        for kind, of_kind in (("float64", "fc"), ("int64", "iub")):
-            names = [name for name, value in values.items() if (value.dtype.kind in "iub") == (of_kind == "iub")]
-            if not names:
-                continue
-            flat = np.concatenate([values[name].astype(kind).ravel() for name in names])
-            mine = tf.constant(flat if self._is_chief else np.zeros_like(flat))
-            shared = self._sum_of_all(mine)
-            bounds = np.cumsum([values[name].size for name in names])[:-1]
-            parts = np.split(shared, bounds)
-            received = {n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)}
-            for store in self._stores:
-                store.write(received)
-            if GLOBAL_STEP in received:
-                super().values_were_set(int(received[GLOBAL_STEP]))
+        content = b"".join(value.tobytes() for value in values.values())
+        # The sum of the chief's bits and of zeros.
+        bits = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
+        shared = _sum_of_all(self._membership, bits if self._is_chief else np.zeros_like(bits)).view(np.uint8)
+        received, begin = {}, 0
+        for name, value in values.items():
+            end = begin + value.nbytes
+            received[name] = shared[begin:end].copy().view(value.dtype).reshape(value.shape)
+            begin = end
+        for store in self._stores:
+            store.write(received)
+        super().values_were_set(int(received[GLOBAL_STEP]))
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
-        try:
-            return in_thread(function).result(timeout or self._step_timeout)
-        except TimeoutError:
-            raise ClusterError(
-                f"the other workers did not respond within {self._step_timeout:g} s (cluster.step_timeout)"
-            ) from None
-        except _LOST as error:
-            raise _lost(error) from error
+        return _bounded(function, timeout or self._step_timeout, "respond", "cluster.step_timeout")
+
+
+def _bounded(function: Callable[[], T], timeout: float, what: str, key: str) -> T:
+    """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
+    try:
+        return in_thread(function).result(timeout)
+    except TimeoutError:
+        raise ClusterError(f"the other workers did not {what} within {timeout:g} s ({key})") from None
+    except _LOST as error:
+        raise _lost(error) from error
+
+
+def _sum_of_all(membership: Membership, values: np.ndarray) -> np.ndarray:
+    """The sum of what every worker calls it with, of a shape that may be used only once."""
+    return _traced_sum(membership, tf.TensorSpec(values.shape, values.dtype))(tf.constant(values)).numpy()
+
+
+def _traced_sum(membership: Membership, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
+    # Not called by its `tf.function`, which would warn of traces: each fit makes some.
+    return tf.function(partial(_sum_over_workers, membership), autograph=False).get_concrete_function(spec)
 
 
 def _sum_over_workers(membership: Membership, values: tf.Tensor) -> tf.Tensor:
-    """The sum of what every worker calls it with; traced."""
     distribution = _distributions[membership]
     first_replica = membership.task.index * len(distribution.extended.worker_devices)
 
