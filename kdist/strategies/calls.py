@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import function_for_tasks
-from kdist.cluster.spec import Task
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_over, next_of
 from kdist.data.split_data import why_unreadable, with_place
@@ -454,24 +453,17 @@ class WorkerIterators:
     """Iterators on workers.
 
     Args:
-        make_dataset: worker -> its dataset, on the device of the caller.
-        device_of: worker -> the device of its iterator; None for that of the caller.
+        make_dataset: worker -> its dataset, on the task of the caller.
     """
 
-    def __init__(
-        self,
-        make_dataset: Callable[[int], Any],
-        device_of: Callable[[int], str | None] = lambda worker: Task("worker", worker).device,
-    ) -> None:
+    def __init__(self, make_dataset: Callable[[int], Any]) -> None:
         self._make_dataset = make_dataset
-        self._device_of = device_of
         self._iterators: dict[int, Any] = {}
 
     def of(self, worker: int) -> Any:
-        """The iterator of a worker."""
+        """The iterator of a worker, made on the task of the caller."""
         if worker not in self._iterators:
-            with tf.device(self._device_of(worker)):
-                self._iterators[worker] = iterator_over(self._make_dataset(worker))
+            self._iterators[worker] = iterator_over(self._make_dataset(worker))
         return self._iterators[worker]
 
     def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:

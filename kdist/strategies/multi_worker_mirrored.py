@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, SupportsInt, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -161,7 +161,7 @@ class MultiWorkerMirrored(AllReduce):
         finally:
             self._tcp_timeouts.stop()
 
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
         if self._announces:
             self.share()
@@ -214,7 +214,7 @@ class MultiWorkerMirrored(AllReduce):
             begin = end
         for store in self._stores:
             store.write(received)
-        super().values_were_set(int(received[GLOBAL_STEP]))
+        super().values_were_set(received[GLOBAL_STEP])
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
         return _bounded(function, timeout or self._step_timeout, "respond", "cluster.step_timeout")

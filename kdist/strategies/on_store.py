@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, SupportsInt, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +24,7 @@ from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.data.base import TrainingData
+from kdist.data.base import TrainingData, make_dataset
 from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
@@ -60,7 +60,6 @@ class StoreStrategy(Strategy):
 
     _prepared: PreparedTraining
     _sizer: CallSizer
-    _values: Values
     #: See `PreparedTraining.trace_dataset`.
     _make_dataset: tf.types.experimental.ConcreteFunction
     #: Logs of finished steps that `run` has not returned yet.
@@ -72,12 +71,15 @@ class StoreStrategy(Strategy):
     def _hold(self, stores: Sequence[ParameterStore]) -> None:
         """Keeps the values in these stores, which are alike; rows of dynamic tables are evicted from now on."""
         self._store = stores[0]
-        self._values = StoreValues(stores, self, self._prepared.spec)
+        self.values = StoreValues(stores, self, self._prepared.spec)
         if (sweep := self._store.sweep) is not None:
             self._sweeper = Sweeper(sweep, partial(self.start_aside, kind="sweep"), self._outcome)
 
     def _dataset(self, worker: int) -> Any:
-        return self._prepared.make_dataset(self._make_dataset, worker, self._begins_at(worker), self.batches_per_step)
+        """The dataset of a worker, on the task of the caller."""
+        spec, num_workers, step = self._prepared.spec, self._prepared.num_workers, self._begins_at(worker)
+        first_batch = (step - spec.data_begins_at) * self.batches_per_step // num_workers
+        return make_dataset(self._make_dataset, spec.data, worker, num_workers, step, first_batch)
 
     def _begins_at(self, worker: int) -> int:
         """The global step at which a worker begins to read."""
@@ -175,19 +177,15 @@ class StoreStrategy(Strategy):
         return None
 
     @property
-    def values(self) -> Values:
-        return self._values
-
-    @property
     def _splits(self) -> Splits | None:
         """The splits that workers read one after the other, if the data may end."""
         return self._prepared.spec.data.splits
 
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         """Continues at another step, if values were set with a global step among them: those before no longer count."""
         if global_step is not None:
             self._ahead = self._last_end = None
-            self._sizer.begin_at(global_step)
+            self._sizer.begin_at(int(global_step))
 
 
 class StoreValues(Values):
@@ -204,15 +202,9 @@ class StoreValues(Values):
         self._stores = stores
         self._strategy = strategy
         self._spec = spec
+        self.shapes = {**self._store.values.shapes, **self._store.dynamic.shapes}
+        self.by_rows = self._store.files.by_rows
         self._histograms: Callable[[], dict[str, np.ndarray]] | None = None
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self._store.values.shapes, **self._store.dynamic.shapes}
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return self._store.files.by_rows
 
     def global_step(self) -> int:
         return self._strategy.at_rest(self._store.counters.global_step, "global_step")
@@ -230,7 +222,7 @@ class StoreValues(Values):
                 store.write(values)
 
         self._strategy.at_rest(write, ("write", *sorted(values)))
-        self._strategy.values_were_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
+        self._strategy.values_were_set(values.get(GLOBAL_STEP))
 
     def histograms(self) -> dict[str, np.ndarray]:
         def read() -> dict[str, np.ndarray]:
@@ -251,9 +243,8 @@ class StoreValues(Values):
 
         if aside:
             return self._strategy.start_aside(self._on_files(begin, ("begin_save", since is None)), "finish_save")
-        self._on_files(write, ("save", since is None))
         written: Future[None] = Future()
-        written.set_result(None)
+        written.set_result(self._on_files(write, ("save", since is None)))
         return written
 
     def wait_for(self, written: Future[None]) -> None:
@@ -559,7 +550,7 @@ class ServersStrategy(StoreStrategy):
         self._iterators.clear()
         self._sweeper = None
         with suppress(AttributeError):
-            del self._prepared, self._values, self._store, self._make_dataset
+            del self._prepared, self.values, self._store, self._make_dataset
 
     @property
     def _in_call(self) -> bool:

@@ -64,18 +64,6 @@ class PreparedTraining:
             seed=self.spec.seed,
         )
 
-    def make_dataset(
-        self,
-        make: tf.types.experimental.ConcreteFunction,
-        worker_index: int,
-        step: int,
-        batches_per_step: int,
-    ) -> Any:
-        """Calls that function for one worker, which continues at global step `step`, on the device of the caller."""
-        data, num_workers = self.spec.data, self.num_workers
-        first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
-        return make_dataset(make, data, worker_index, num_workers, step, first_batch)
-
     def check_assigned(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
         if names := self.replica_step.assigned_outside:

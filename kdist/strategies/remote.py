@@ -123,7 +123,7 @@ class Remote(AllReduce):
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
         self._processes.call_all("share")
-        self._values = RemoteValues(self._processes, shapes, by_rows, self.values_were_set, spec.data.state)
+        self.values = RemoteValues(self, self._processes, spec.data, shapes, by_rows)
 
     def _request(self, spec: TrainingSpec) -> bytes:
         """The training for `remote_main`: the maker of its strategy, a source of the model, the spec, the values."""
@@ -345,32 +345,23 @@ class RemoteValues(Values):
     """The values of a strategy in other processes.
 
     Args:
-        processes: have it.
+        strategy: has started.
+        processes: its, which have the values.
+        data: read here, if it may end.
         shapes, by_rows: as of `Values`.
-        has_set: called when values were set, with the global step if that was among them.
-        data_state: returns what was read of data that may end.
     """
 
     def __init__(
         self,
+        strategy: Remote,
         processes: Processes,
+        data: TrainingData,
         shapes: Mapping[str, tuple[int, ...]],
         by_rows: frozenset[str],
-        has_set: Callable[[int | None], None],
-        data_state: Callable[[], str | None],
     ) -> None:
+        self._strategy, self._data = strategy, data
         self._call, self._call_all = processes.call, processes.call_all
-        self._shapes, self._by_rows = shapes, by_rows
-        self._has_set = has_set
-        self._data_state = data_state
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return self._by_rows
+        self.shapes, self.by_rows = shapes, by_rows
 
     def global_step(self) -> int:
         return int(self._call("of_values", "global_step"))
@@ -384,7 +375,7 @@ class RemoteValues(Values):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._call("of_values", "write", dict(values))
         self._call_all("share")
-        self._has_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
+        self._strategy.values_were_set(values.get(GLOBAL_STEP))
 
     def histograms(self) -> dict[str, np.ndarray]:
         return dict(self._call("of_values", "histograms"))
@@ -393,13 +384,13 @@ class RemoteValues(Values):
         return cast("int | None", self._call("of_values", "next_interval", since))
 
     def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
-        self._call("begin_save", prefix, since, aside, self._data_state())
+        self._call("begin_save", prefix, since, aside, self._data.state())
         return _Written(self._call)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self._call("of_values", "restore", path, list(deltas))
         self._call_all("share")
-        self._has_set(self.global_step())
+        self._strategy.values_were_set(self.global_step())
 
     def count_rows(self) -> None:
         """Replicas have no dynamic tables."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsInt
 
 import numpy as np
 import tensorflow as tf
@@ -442,7 +442,7 @@ class SyncReplicas(ServersStrategy):
             self._step = self.values.global_step()
         return self._step
 
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
         if global_step is not None:
             self._step = None
