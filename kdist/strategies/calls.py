@@ -387,8 +387,11 @@ class CallSizer:
         is_settled = self._fixed is not None or self._has_settled
         if self.steps_per_call == 1 or not is_settled or not self._trained_steps:
             return False
-        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
-        return steps * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
+        return self._steps_left * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
+
+    @property
+    def _steps_left(self) -> int:
+        return self._trained_steps if self._last_step is None else self._last_step - self._step
 
     def begin_at(self, step: int) -> None:
         """Sets the global step of training."""
@@ -398,11 +401,13 @@ class CallSizer:
         """The steps of the next call when `remaining` steps are left to assign."""
         if self._fixed is not None and remaining >= self._fixed:
             return self._fixed
-        size = min(self.steps_per_call, remaining)
+        at_most, size = min(self.steps_per_call, remaining), 1
         if self._fixed is None:
             # Near the end every worker still gets its share.
-            size = min(size, math.ceil(remaining / self._num_workers))
-        return _power_of_growth(size)
+            at_most = min(at_most, math.ceil(remaining / self._num_workers))
+        while size * _GROWTH <= at_most:
+            size *= _GROWTH
+        return size
 
     def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
         """Learns from some steps.
@@ -437,16 +442,7 @@ class CallSizer:
             # Most of the time of a single step may be that of its call.
             return True
         saved = (self._step_secs_before - step_secs) / _GROWTH
-        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
-        return saved * steps >= _GROWTH * self._cost_secs
-
-
-def _power_of_growth(at_most: int) -> int:
-    """The largest size of a call that is not larger."""
-    size = 1
-    while size * _GROWTH <= at_most:
-        size *= _GROWTH
-    return size
+        return saved * self._steps_left >= _GROWTH * self._cost_secs
 
 
 class WorkerIterators:

@@ -38,7 +38,7 @@ from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.base import Strategy, TrainingSpec, Values
-from kdist.strategies.calls import CallSizer, StepLogs, WorkerIterators
+from kdist.strategies.calls import Calls, CallSizer, StepLogs, WorkerIterators
 from kdist.strategies.prepared_training import PreparedTraining, first_batch, in_terms_of_tables, no_batch, prepare
 from kdist.strategies.sweeper import Sweeper
 from kdist.threads import in_thread
@@ -373,23 +373,17 @@ class ServersStrategy(StoreStrategy):
             self._coordinator.on_loss = self._is_lost
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
-        with self._explaining():
+        with self._until_cancelled():
             self._running().interrupted = interrupted
             self._running().check_tasks()
-            try:
-                return super().run(num_steps, interrupted, may_begin)
-            except CallsCancelled:
-                self._cancel_calls()
-                return None
+            return super().run(num_steps, interrupted, may_begin)
+        return None
 
     def drain(self) -> int:
-        with self._explaining():
+        with self._until_cancelled():
             self._wait_for_sweep()
-            try:
-                return super().drain()
-            except CallsCancelled:
-                self._cancel_calls()
-                return self._num_ahead
+            super().drain()
+        return self._num_ahead
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
@@ -448,13 +442,10 @@ class ServersStrategy(StoreStrategy):
 
     def on_workers(self, evaluation: Any) -> list[Any] | None:
         self.drain()
-        with self._explaining():
-            try:
-                self._set_calls_aside()
-                return self._results(evaluation)
-            except CallsCancelled:
-                self._cancel_calls()
-                return None
+        with self._until_cancelled():
+            self._set_calls_aside()
+            return self._results(evaluation)
+        return None
 
     def _results(self, evaluation: Any) -> list[Any]:
         coordinator = self._running()
@@ -557,6 +548,13 @@ class ServersStrategy(StoreStrategy):
         """True if a discarded call may still be running on the tasks."""
         return self._num_in_flight > 0
 
+    def _traced(self, calls: Calls, size: int) -> Callable[..., Any]:
+        """The call of so many steps, or of so many gradients."""
+        if not calls.traced(size):
+            self.warming_up = True
+            self._running().before_tracing()
+        return calls.function(size)
+
     def _running(self) -> Coordinator:
         if self._coordinator is None:
             raise RuntimeError("used before start() or after stop()")
@@ -566,6 +564,15 @@ class ServersStrategy(StoreStrategy):
         """Runs a function that calls the servers; `kind` as in `Coordinator.watch`."""
         with self._explaining():
             return self._running().watch(function, kind)
+
+    @contextmanager
+    def _until_cancelled(self) -> Iterator[None]:
+        """As `_explaining`; ends when calls in flight took too long after an interruption, and discards them."""
+        with self._explaining():
+            try:
+                yield
+            except CallsCancelled:
+                self._cancel_calls()
 
     @contextmanager
     def _explaining(self, *, of_files: bool = False) -> Iterator[None]:

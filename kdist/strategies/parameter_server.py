@@ -123,13 +123,8 @@ class ParameterServer(ServersStrategy):
             if may_begin_more <= 0:
                 break
             size = self._sizer.next_size(may_begin_more)
-            if not self._calls.traced(size):
-                self.warming_up = True
-                coordinator.before_tracing()
-            function = self._calls.function(size)
-            coordinator.submit(partial(self._call, function), tag=size)
+            coordinator.submit(partial(self._call, self._traced(self._calls, size)), tag=size)
             self._in_flight[size] += 1
-            del function
         return self._in_flight_logs()
 
     def set_active(self, workers: Collection[int]) -> None:

@@ -197,10 +197,7 @@ class SyncReplicas(ServersStrategy):
         self._num_lost_before = coordinator.num_lost
         iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
-        if not calls.traced(size):
-            self.warming_up = True
-            coordinator.before_tracing()
-        function = calls.function(size)
+        function = self._traced(calls, size)
         self._in_lockstep = True
         try:
             packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
