@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,17 +81,22 @@ class Finished:
         return may_be_lost(self.outcome.exception())
 
 
+class Disabled(Enum):
+    """The reasons why a connected worker gets no calls."""
+
+    NO_DATA, STARTS_LATER, FAILED = range(3)
+
+
 class Calls:
     """The calls that wait for workers, and the workers that may take them. Thread-safe.
 
     Attributes:
-        available: workers that accept calls.
         connected: workers that TensorFlow is connected to; some of them may be disabled.
     """
 
     def __init__(self, workers: Collection[int]) -> None:
-        self.available = set(workers)
         self.connected = set(workers)
+        self._disabled: set[tuple[int, Disabled]] = set()
         self._shared: deque[Call] = deque()
         self._own: dict[int, deque[Call]] = {worker: deque() for worker in workers}
         self._changed = threading.Condition()
@@ -108,21 +114,31 @@ class Calls:
         with self._changed:
             self._began.pop(worker, None)
             while not self._is_stopped:
-                if worker in self.available and (calls := self._own[worker] or self._shared):
+                if self.accepts(worker) and (calls := self._own[worker] or self._shared):
                     self._began[worker] = time.monotonic()
                     return calls.popleft()
                 self._changed.wait()
         return None
 
-    def disable(self, worker: int) -> None:
-        """Gives a worker no more calls."""
+    def accepts(self, worker: int) -> bool:
+        """True if a worker gets calls."""
+        return worker in self.connected and not any((worker, reason) in self._disabled for reason in Disabled)
+
+    def disable(self, worker: int, reason: Disabled) -> bool:
+        """Gives a worker no more calls; False if it was disabled for this reason already."""
         with self._changed:
-            self.available.discard(worker)
+            is_new = (worker, reason) not in self._disabled
+            self._disabled.add((worker, reason))
+        return is_new
+
+    def enable(self, worker: int, reason: Disabled) -> None:
+        with self._changed:
+            self._disabled.discard((worker, reason))
+            self._changed.notify_all()
 
     def remove(self, worker: int) -> list[Call]:
         """Removes a worker; returns the calls that only it could have run."""
         with self._changed:
-            self.available.discard(worker)
             self.connected.discard(worker)
             calls = list(self._own[worker])
             self._own[worker].clear()
@@ -130,8 +146,9 @@ class Calls:
 
     def admit(self, worker: int) -> None:
         with self._changed:
-            self.available.add(worker)
             self.connected.add(worker)
+            # It is another process, whose data starts over.
+            self._disabled -= {(worker, Disabled.NO_DATA), (worker, Disabled.FAILED)}
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -175,13 +192,13 @@ class Coordinator:
         supervisor: knows which tasks serve; consulted while waiting.
         timeout: seconds without any result before unresponsive tasks are looked for.
         grace_secs: seconds that calls in flight have to finish after an interruption.
+        on_return: called with the index of a worker that has returned: a new process that holds only the functions that
+            were traced.
+        on_loss: called with the index of a worker that is lost.
 
     Attributes:
         interrupted: returns whether training is to end.
         num_lost: how often a worker was lost.
-        on_return: called with the index of a worker that has returned: a new process that holds only the functions that
-            were traced.
-        on_loss: called with the index of a worker that is lost.
 
     Raises:
         tf.errors.UnavailableError: on creation, when a task does not respond.
@@ -189,7 +206,15 @@ class Coordinator:
             for `timeout` seconds.
     """
 
-    def __init__(self, supervisor: Supervisor, *, timeout: float, grace_secs: float) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        timeout: float,
+        grace_secs: float,
+        on_return: Callable[[int], None],
+        on_loss: Callable[[int], None],
+    ) -> None:
         self._supervisor = supervisor
         self._cluster = cluster = supervisor.cluster
         self._spec = tf.train.ClusterSpec(cluster.spec.jobs)
@@ -200,13 +225,8 @@ class Coordinator:
         self._has_cancelled = False
         self.interrupted: Callable[[], bool] = lambda: False
         self.num_lost = 0
-        self.on_return: Callable[[int], None] | None = None
-        self.on_loss: Callable[[int], None] | None = None
-        self._disabled: set[int] = set()
-        #: Workers that start later.
-        self._waiting: set[int] = set()
+        self._on_return, self._on_loss = on_return, on_loss
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
-        self._has_threads = False
         self._calls = Calls(self._workers)
         #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
         self._away: set[int] = set()
@@ -217,11 +237,15 @@ class Coordinator:
         gc.collect()
         first_calls.forget()
         connect(self._spec, cluster.chief_address, any_port=cluster.any_chief_port)
+        for worker in self._workers:
+            # Left behind in a call that never returns, it ends with the process.
+            work = partial(_work, worker, self._calls, self._finished)
+            threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
 
     @property
     def available(self) -> list[int]:
         """Indices of the workers that accept calls."""
-        return [worker for worker in self._workers if worker in self._calls.available]
+        return list(filter(self._calls.accepts, self._workers))
 
     def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for the next free worker, and again for another one if that worker is lost.
@@ -231,12 +255,10 @@ class Coordinator:
             tag: returned with the outcome.
         """
         self._calls.put(Call(function, tag, is_shared=True))
-        self._start_threads()
 
     def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for one worker; calls for the same worker run one after the other."""
         self._calls.put(Call(function, tag, is_shared=False), worker)
-        self._start_threads()
 
     def next_finished(self) -> Finished:
         """Waits for a call to finish, and watches the tasks in the meantime.
@@ -265,16 +287,11 @@ class Coordinator:
         Returns:
             Whether it was enabled before: it may have started another call in the meantime.
         """
-        self._calls.disable(worker)
-        is_new = worker not in self._disabled
-        self._disabled.add(worker)
-        return is_new
+        return self._calls.disable(worker, Disabled.NO_DATA)
 
     def enable(self, worker: int) -> None:
         """Undoes `disable`: the worker has data again."""
-        self._disabled.discard(worker)
-        if worker in self._calls.connected and worker not in self._waiting and worker not in self._away:
-            self._calls.admit(worker)
+        self._calls.enable(worker, Disabled.NO_DATA)
 
     def take_back(self) -> list[Any]:
         """Takes back the calls of `submit` that no worker has started; returns their tags."""
@@ -282,12 +299,9 @@ class Coordinator:
 
     def set_active(self, workers: Collection[int]) -> None:
         """From now on gives calls to these workers only; the others finish the calls that they have started."""
-        self._waiting = set(self._workers) - set(workers)
         for worker in self._workers:
-            if worker in self._waiting:
-                self._calls.disable(worker)
-            elif worker in self._calls.connected and worker not in self._disabled:
-                self._calls.admit(worker)
+            change = self._calls.enable if worker in workers else self._calls.disable
+            change(worker, Disabled.STARTS_LATER)
 
     def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
         """Runs a function that waits for tasks, and watches them in the meantime; see `start`."""
@@ -371,13 +385,13 @@ class Coordinator:
             if worker not in serving and worker in self._calls.connected:
                 self._remove(worker)
         silent = {task.index for task in self._cluster.silent_tasks() if task.job == "worker"}
-        for worker in set(serving) - silent - self._disabled - self._waiting:
+        for worker in set(serving) - silent:
             if worker not in self._calls.connected:
                 self._admit(worker)
             elif worker in self._away:
                 # If it is another process by now, its next call shows it.
                 self._away.discard(worker)
-                self._calls.admit(worker)
+                self._calls.enable(worker, Disabled.FAILED)
 
     def wait_a_moment(self, at_most: float) -> None:
         """Gives workers a moment, at most so many seconds, to return; `CallsCancelled` if training is to end."""
@@ -482,11 +496,10 @@ class Coordinator:
             self._failures[worker] += 1
             if self._failures[worker] > _TRIES and error is not None:
                 raise error
-            self._calls.admit(worker)
+            self._calls.enable(worker, Disabled.FAILED)
 
     def _remove(self, worker: int) -> None:
         self.num_lost += 1
-        self._disabled.discard(worker)
         self._away.discard(worker)
         for call in self._calls.remove(worker):
             outcome: Future[Any] = Future()
@@ -496,8 +509,7 @@ class Coordinator:
         self._cluster.disconnect(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
-        if self.on_loss is not None:
-            self.on_loss(worker)
+        self._on_loss(worker)
 
     def _admit(self, worker: int) -> None:
         """Connects a worker that serves again; if that fails, the next check tries again."""
@@ -510,8 +522,7 @@ class Coordinator:
                 self._reconnect(and_with=worker)
             except OUT_OF_REACH:
                 return
-        if self.on_return is not None:
-            self.on_return(worker)
+        self._on_return(worker)
         self._calls.admit(worker)
 
     def _reconnect(self, and_with: int | None = None) -> None:
@@ -519,14 +530,6 @@ class Coordinator:
         with first_calls.call(None):
             reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
             first_calls.forget()
-
-    def _start_threads(self) -> None:
-        if not self._has_threads:
-            self._has_threads = True
-            for worker in self._workers:
-                # Left behind in a call that never returns, it ends with the process.
-                work = partial(_work, worker, self._calls, self._finished)
-                threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
 
 
 def _work(worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Finished]]) -> None:
@@ -540,7 +543,7 @@ def _work(worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Fin
                 outcome.set_result(call.function(worker))
         except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
             if may_be_lost(error):
-                calls.disable(worker)
+                calls.disable(worker, Disabled.FAILED)
             outcome.set_exception(error)
         finished.put((call, Finished(worker, call.tag, outcome)))
         # Handles to objects on the tasks must not survive in this frame.

@@ -368,9 +368,13 @@ class ServersStrategy(StoreStrategy):
         cluster.wait()
         self._supervisor = Supervisor(cluster, self._max_worker_restarts)
         with self._explaining():
-            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, grace_secs=grace_secs / 2)
-            self._coordinator.on_return = self._has_returned
-            self._coordinator.on_loss = self._is_lost
+            self._coordinator = Coordinator(
+                self._supervisor,
+                timeout=self._step_timeout,
+                grace_secs=grace_secs / 2,
+                on_return=self._has_returned,
+                on_loss=self._is_lost,
+            )
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._until_cancelled():
@@ -551,9 +555,12 @@ class ServersStrategy(StoreStrategy):
     def _traced(self, calls: Calls, size: int) -> Callable[..., Any]:
         """The call of so many steps, or of so many gradients."""
         if not calls.traced(size):
-            self.warming_up = True
-            self._running().before_tracing()
+            self._before_tracing()
         return calls.function(size)
+
+    def _before_tracing(self) -> None:
+        self.warming_up = True
+        self._running().before_tracing()
 
     def _running(self) -> Coordinator:
         if self._coordinator is None:

@@ -426,10 +426,6 @@ class SyncReplicas(ServersStrategy):
         apply = self._applies[size]
         return int(self._watched(lambda: apply(contributions).numpy(), ("apply", size)))
 
-    def _before_tracing(self) -> None:
-        self.warming_up = True
-        self._running().before_tracing()
-
     def _begins_at(self, worker: int) -> int:
         return self._step or 0
 
