@@ -84,8 +84,7 @@ class AllReduce(StoreStrategy):
         if not self._iterators or not isinstance(self._make_dataset.structured_outputs, tf.data.Dataset):
             self._iterators = [iterator_over(self._dataset(replica)) for replica in self._replicas]
         try:
-            packed: np.ndarray = self._function(num_steps)(self._iterators).numpy()
-            return packed
+            return self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
 

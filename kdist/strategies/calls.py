@@ -7,7 +7,7 @@ import abc
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -203,31 +203,29 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
     return sum_duplicates(both) if is_row_wise else both
 
 
+@dataclass(eq=False)
 class Calls(abc.ABC):
     """Calls of a given number of steps, each traced when it is first needed."""
 
-    def __init__(self) -> None:
-        self._functions: dict[int, Callable[..., Any]] = {}
+    _functions: dict[int, Callable[..., Any]] = field(default_factory=dict, init=False)
 
     def traced(self, num_steps: int) -> bool:
-        """Tells whether a call of that many steps exists already."""
         return num_steps in self._functions
 
     def function(self, num_steps: int) -> Callable[..., Any]:
-        """The call of `num_steps` steps."""
         if num_steps not in self._functions:
             self._functions[num_steps] = self._trace(num_steps)
         return self._functions[num_steps]
 
     @abc.abstractmethod
-    def _trace(self, num_steps: int) -> Callable[..., Any]:
-        """Traces the call of `num_steps` steps."""
+    def _trace(self, num_steps: int) -> Callable[..., Any]: ...
 
 
+@dataclass(eq=False)
 class UnrolledCalls(Calls):
     """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix that `logs` unpacks.
 
-    Args:
+    Attributes:
         replica_step: the step of the model.
         store: the source of values and the target of gradients.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
@@ -235,27 +233,23 @@ class UnrolledCalls(Calls):
         num_ahead: see `run_steps`.
     """
 
-    def __init__(
-        self,
-        replica_step: ReplicaStep,
-        store: ParameterStore,
-        iterator_spec: Any,
-        local_steps: int = ParameterServerOptions.local_steps,
-        num_ahead: int = 0,
-    ) -> None:
-        super().__init__()
-        self._num_ahead = num_ahead
-        self._compute = own_step(replica_step, store, local_steps)
-        self._store = store
-        self._iterator_spec = iterator_spec
-        self.logs = CallLogs(replica_step)
+    replica_step: ReplicaStep
+    store: ParameterStore
+    iterator_spec: Any
+    local_steps: int = ParameterServerOptions.local_steps
+    num_ahead: int = 0
+
+    def __post_init__(self) -> None:
+        self.logs = CallLogs(self.replica_step)
 
     def _trace(self, num_steps: int) -> Callable[..., Any]:
-        def call(iterator: Any) -> tf.Tensor:
-            replica = Replica(self._store, iterator, self._compute)
-            return run_steps([replica], num_steps, self.logs, num_ahead=self._num_ahead)[0]
+        compute = own_step(self.replica_step, self.store, self.local_steps)
 
-        return function_for_tasks(call, self._iterator_spec)
+        def call(iterator: Any) -> tf.Tensor:
+            replica = Replica(self.store, iterator, compute)
+            return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
+
+        return function_for_tasks(call, self.iterator_spec)
 
 
 @dataclass(frozen=True)
@@ -394,7 +388,6 @@ class CallSizer:
         return self._trained_steps if self._last_step is None else self._last_step - self._step
 
     def begin_at(self, step: int) -> None:
-        """Sets the global step of training."""
         self._step = step
 
     def next_size(self, remaining: int) -> int:
@@ -514,5 +507,4 @@ class WorkerIterators:
         self._iterators.pop(worker, None)
 
     def clear(self) -> None:
-        """Drops them all."""
         self._iterators.clear()

@@ -91,7 +91,7 @@ class ParameterServer(ServersStrategy):
         if self._tuner.observe(num_steps, secs):
             self.drain()
             self._make_calls(self._tuner.prefetch)
-        if self._tuner.is_done:
+        if self._tuner.why:
             record(Line(f"strategy.prefetch={self._tuner.prefetch}: {self._tuner.why}", "prefetch"), logging.INFO)
             self._tuner = None
 
@@ -235,13 +235,11 @@ class PrefetchTuner:
 
     Attributes:
         prefetch: in use now.
-        is_done: whether it stays.
-        why: it stays.
+        why: it stays; empty while it may change.
     """
 
     def __init__(self) -> None:
         self.prefetch = 0
-        self.is_done = False
         self.why = ""
         self._before: float | None = None
         self._secs, self._steps = 0.0, 0
@@ -256,7 +254,7 @@ class PrefetchTuner:
         Returns:
             Whether `prefetch` has changed.
         """
-        if self.is_done:
+        if self.why:
             return False
         self._secs, self._steps = self._secs + secs, self._steps + num_steps
         if self._secs < _PREFETCH_WINDOW_SECS or not self._steps:
@@ -265,14 +263,11 @@ class PrefetchTuner:
         self._secs, self._steps = 0.0, 0
         if self._before is not None and rate < _PREFETCH_GAIN * self._before:
             self.prefetch //= 2
-            self._end("more is not faster")
+            self.why = "more is not faster"
             return True
         self._before = rate
         if self.prefetch == _MOST_PREFETCH:
-            self._end("more is not tried")
+            self.why = "more is not tried"
             return False
         self.prefetch = 2 * self.prefetch or 1
         return True
-
-    def _end(self, why: str) -> None:
-        self.is_done, self.why = True, why

@@ -82,7 +82,9 @@ def create(
 
         make = partial(create, config, shape, custom=custom, is_in_place=True)
         return Remote(name, make, shape, cluster, num_devices=given.devices or 1, num_cpus=num_cpus)
-    base = _class_of(name)
+    # Imports TensorFlow.
+    module = importlib.import_module(f"kdist.strategies.{name}")
+    base: type[Any] = getattr(module, "".join(part.capitalize() for part in name.split("_")))
     if custom is not None and not issubclass(custom, base):
         raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
     positional: tuple[Any, ...] = ()
@@ -103,12 +105,6 @@ def create(
         if custom is None:
             raise
         raise ConfigError(f"strategy.arguments: {error}") from error
-
-
-def _class_of(name: str) -> type[Any]:
-    """The class of a strategy; importing it imports TensorFlow."""
-    module = importlib.import_module(f"kdist.strategies.{name}")
-    return getattr(module, "".join(part.capitalize() for part in name.split("_")))
 
 
 def _cluster_on_servers(

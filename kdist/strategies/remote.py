@@ -107,17 +107,14 @@ class Remote(AllReduce):
         super().__init__()
         self.name = name  # type: ignore[misc]
         self._make = make
-        self._cluster = cluster
-        self._num_cpus = num_cpus
-        self._num_workers = max(1, shape.num_workers)
-        self.num_replicas = self.batches_per_step = self._num_workers * num_devices
-        self._processes: Processes | None = None
+        num_workers = max(1, shape.num_workers)
+        self.num_replicas = self.batches_per_step = num_workers * num_devices
+        self._processes = Processes(num_workers, num_cpus, cluster)
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.
         self._prepared = self._prepare(spec)
-        self._processes = Processes(self._num_workers, self._num_cpus, self._cluster, spec.log_dir)
-        num_replicas, shapes, by_rows = self._processes.start(self._request(spec))
+        num_replicas, shapes, by_rows = self._processes.start(self._request(spec), spec.log_dir)
         if num_replicas != self.num_replicas:
             self.num_replicas = self.batches_per_step = num_replicas
             self._prepared = self._prepare(spec)
@@ -133,9 +130,7 @@ class Remote(AllReduce):
 
     def call(self, num_steps: int) -> np.ndarray:
         self._check_copied()
-        assert self._processes is not None
-        packed: np.ndarray = self._processes.call_all("run", num_steps, self._batches())
-        return packed
+        return self._processes.call_all("run", num_steps, self._batches())
 
     @property
     def _replicas(self) -> range:
@@ -159,11 +154,10 @@ class Remote(AllReduce):
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        return {} if self._processes is None else self._processes.pids
+        return self._processes.pids
 
     def stop(self) -> None:
-        if self._processes is not None:
-            self._processes.stop()
+        self._processes.stop()
 
 
 class Processes:
@@ -173,12 +167,10 @@ class Processes:
         number: of workers.
         num_cpus: as of `Remote`.
         cluster: its config.
-        log_dir: folder for their logs.
     """
 
-    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, log_dir: Path) -> None:
+    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig) -> None:
         self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
-        self._logs = [log_path(log_dir, Task("worker", i)) for i in range(number)]
         self._children: list[Child] = []
         self._pipes: list[Connection] = []
         self._at_end = ExitStack()
@@ -187,10 +179,9 @@ class Processes:
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        """Process ids, by task."""
         return {Task("worker", i): child.pid for i, child in enumerate(self._children)}
 
-    def start(self, request: bytes) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
+    def start(self, request: bytes, log_dir: Path) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
         """Starts them with the training, see `Remote`, and waits until their strategy has started.
 
         Returns:
@@ -203,18 +194,18 @@ class Processes:
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             file = Path(folder) / "request"
             file.write_bytes(request)
-            self._launch(file)
+            self._launch(file, [log_path(log_dir, Task("worker", i)) for i in range(self._number)])
             facts: tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]] = self._result()
         for child in self._children:
             child.has_started()
         return facts
 
-    def _launch(self, request: Path) -> None:
+    def _launch(self, request: Path, logs: Sequence[Path]) -> None:
         ports = self._at_end.enter_context(held_ports(self._number if self._number > 1 else 0))
         shape = ClusterShape(0, self._number)
-        server = self._at_end.enter_context(fork_server(self._logs[0], train=True))
+        server = self._at_end.enter_context(fork_server(logs[0], train=True))
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
-        for index, log in enumerate(self._logs):
+        for index, log in enumerate(logs):
             here, there = Pipe()
             limit_waits(here, self._cluster.step_timeout)
             with there:

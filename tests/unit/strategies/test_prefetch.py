@@ -82,7 +82,7 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
 def tried(rates: dict[int, float]) -> tuple[list[int], str]:
     """What a tuner uses, one after the other, if training is as fast as `rates` says for each; why it ends."""
     tuner, used = PrefetchTuner(), [0]
-    while not tuner.is_done:
+    while not tuner.why:
         if tuner.observe(round(rates[tuner.prefetch]), 1.0):
             used.append(tuner.prefetch)
     return used, tuner.why
