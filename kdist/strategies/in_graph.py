@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -48,14 +49,11 @@ class InGraphSyncCalls(Calls):
     _worker_function: Callable[..., Any] | None = field(default=None, init=False)
 
     def _trace(self, num_steps: int) -> Callable[..., Any]:
-        def call(iterators: list[Any]) -> list[tf.Tensor]:
-            self._worker_function = None
-            return self._run_steps(iterators, num_steps)
-
         specs = [self.iterator_spec] * len(self.shares)
-        return tf.function(call, autograph=False).get_concrete_function(specs)
+        return tf.function(partial(self._run_steps, num_steps), autograph=False).get_concrete_function(specs)
 
-    def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
+    def _run_steps(self, num_steps: int, iterators: list[Any]) -> list[tf.Tensor]:
+        self._worker_function = None
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self.shares}
         run_step = self._run_same_step if self.replica_step.is_self_contained else self._run_step
         for _ in range(num_steps):

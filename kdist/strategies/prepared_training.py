@@ -56,13 +56,7 @@ class PreparedTraining:
     def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
         """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
         self.spec.data.trace_transfer(self.num_workers)
-        return worker_dataset(
-            self.spec.data,
-            num_workers=self.num_workers,
-            batch_size=self.spec.batch_size,
-            num_seeds=len(self.replica_step.seeds),
-            seed=self.spec.seed,
-        )
+        return _traced_dataset(self.spec, self.num_workers, len(self.replica_step.seeds))
 
     def check_assigned(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
@@ -114,12 +108,11 @@ class PreparedTraining:
     ) -> ParameterStore:
         """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
         step = self.replica_step
-        dense = step.dense_gradients
         variables = ModelVariables(
             step.trainable,
             step.state,
             step.table_groups,
-            dense,
+            step.dense_gradients,
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
             frozenset(len(step.trainable) + i for i in step.replaced_state),
@@ -175,12 +168,12 @@ class PreparedTraining:
                     always_cut=cuttable and i in step.row_wise,
                     travels=i not in step.tables,
                     is_dynamic=i in step.dynamic,
-                    note=self._note(i, variable),
+                    note=self._note(i),
                 )
             )
         return described
 
-    def _note(self, index: int, variable: keras.Variable) -> str:
+    def _note(self, index: int) -> str:
         """A remark about a variable for the reader of a plan."""
         step, optimizer = self.replica_step, main_optimizer(self.spec.model)
         if index in step.whole_tables:
@@ -208,19 +201,18 @@ def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> Prep
     Raises:
         ConfigError: the model cannot be trained.
     """
-    example = worker_dataset(
-        spec.data,
-        num_workers=num_workers,
-        batch_size=spec.batch_size,
-        # The model is built for the shape of a batch; only then is the number of its seeds known.
-        num_seeds=0,
-        seed=spec.seed,
-    )
-    batch_spec, _ = element_spec(example)
+    # The model is built for the shape of a batch; only then is the number of its seeds known.
+    batch_spec, _ = element_spec(_traced_dataset(spec, num_workers, num_seeds=0))
     with made_on_servers() if spec.on_servers else nullcontext():
         epoch_at = spec.epoch_lengths.epoch_at if spec.epoch_lengths else None
         step = ReplicaStep(spec.model, batch_spec, epoch_at, num_replicas)
     return PreparedTraining(spec, step, num_workers)
+
+
+def _traced_dataset(spec: TrainingSpec, num_workers: int, num_seeds: int) -> tf.types.experimental.ConcreteFunction:
+    return worker_dataset(
+        spec.data, num_workers=num_workers, batch_size=spec.batch_size, num_seeds=num_seeds, seed=spec.seed
+    )
 
 
 def first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:

@@ -108,12 +108,13 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
 class _Served:
     """The functions that the process with the session calls."""
 
+    _written: Future[None]
+
     def __init__(self, task: Task, strategy: AllReduce, data: Any) -> None:
         self._task = task
         self._strategy = strategy
         self._data = data
         self._portions: Iterator[Mapping[str, np.ndarray]] = iter(())
-        self._written: Future[None] | None = None
 
     def run(self, num_steps: int, batches: list[list[np.ndarray]] | None) -> np.ndarray:
         """Runs steps; returns the logs of all replicas, float64 `[replicas, num_steps, n]`."""
@@ -145,11 +146,9 @@ class _Served:
         self._written = self._strategy.values.begin_save(prefix, since, aside=aside)
 
     def is_written(self) -> bool:
-        assert self._written is not None
         return self._written.done()
 
     def finish_save(self) -> None:
-        assert self._written is not None
         self._strategy.values.wait_for(self._written)
 
 

@@ -123,8 +123,6 @@ class SyncReplicas(ServersStrategy):
         self._sizer = self._prepared.sizer(num_workers=1)
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
-        self._gradient = None
-        self._applies.clear()
 
     def _check(self, prepared: PreparedTraining) -> None:
         super()._check(prepared)
