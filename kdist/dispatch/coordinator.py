@@ -63,13 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Finished:
-    """A call that has finished, without its function: handles to objects on the tasks must not survive in an error.
-
-    Attributes:
-        worker: index of the worker that ran it.
-        tag: given by its caller.
-        outcome: its return value or error.
-    """
+    """A finished call, without its function: handles to objects on the tasks must not survive in an error."""
 
     worker: int
     tag: Any
@@ -114,18 +108,20 @@ class Calls:
         with self._changed:
             self._began.pop(worker, None)
             while not self._is_stopped:
-                if self.accepts(worker) and (calls := self._own[worker] or self._shared):
+                if worker in self.available and (calls := self._own[worker] or self._shared):
                     self._began[worker] = time.monotonic()
                     return calls.popleft()
                 self._changed.wait()
         return None
 
-    def accepts(self, worker: int) -> bool:
-        """True if a worker gets calls."""
-        return worker in self.connected and not any((worker, reason) in self._disabled for reason in Disabled)
+    @property
+    def available(self) -> list[int]:
+        """The workers that get calls."""
+        disabled = {worker for worker, _ in set(self._disabled)}
+        return [worker for worker in self._own if worker in self.connected and worker not in disabled]
 
     def disable(self, worker: int, reason: Disabled) -> bool:
-        """Gives a worker no more calls; False if it was disabled for this reason already."""
+        """Gives a worker no more calls, until it is another process or `enable`; returns whether this is new."""
         with self._changed:
             is_new = (worker, reason) not in self._disabled
             self._disabled.add((worker, reason))
@@ -135,6 +131,12 @@ class Calls:
         with self._changed:
             self._disabled.discard((worker, reason))
             self._changed.notify_all()
+
+    def set_active(self, workers: Collection[int]) -> None:
+        """From now on gives calls to these workers only; the others finish the calls that they have started."""
+        for worker in self._own:
+            change = self.enable if worker in workers else self.disable
+            change(worker, Disabled.STARTS_LATER)
 
     def remove(self, worker: int) -> list[Call]:
         """Removes a worker; returns the calls that only it could have run."""
@@ -158,7 +160,7 @@ class Calls:
         self.clear()
 
     def take_back(self) -> list[Call]:
-        """Takes back the calls that any worker could have run, and that none has taken."""
+        """Takes back the calls of `Coordinator.submit` that no worker has taken."""
         with self._changed:
             calls = list(self._shared)
             self._shared.clear()
@@ -197,6 +199,7 @@ class Coordinator:
         on_loss: called with the index of a worker that is lost.
 
     Attributes:
+        calls: that wait for workers.
         interrupted: returns whether training is to end.
         num_lost: how often a worker was lost.
 
@@ -227,7 +230,7 @@ class Coordinator:
         self.num_lost = 0
         self._on_return, self._on_loss = on_return, on_loss
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
-        self._calls = Calls(self._workers)
+        self.calls = Calls(self._workers)
         #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
         self._away: set[int] = set()
         #: Failures of a connected worker since its last result.
@@ -239,26 +242,16 @@ class Coordinator:
         connect(self._spec, cluster.chief_address, any_port=cluster.any_chief_port)
         for worker in self._workers:
             # Left behind in a call that never returns, it ends with the process.
-            work = partial(_work, worker, self._calls, self._finished)
+            work = partial(_work, worker, self.calls, self._finished)
             threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
 
-    @property
-    def available(self) -> list[int]:
-        """Indices of the workers that accept calls."""
-        return list(filter(self._calls.accepts, self._workers))
-
     def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
-        """Calls `function` for the next free worker, and again for another one if that worker is lost.
-
-        Args:
-            function: worker index -> anything.
-            tag: returned with the outcome.
-        """
-        self._calls.put(Call(function, tag, is_shared=True))
+        """Calls `function` for the next free worker, and again for another one if that worker is lost."""
+        self.calls.put(Call(function, tag, is_shared=True))
 
     def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for one worker; calls for the same worker run one after the other."""
-        self._calls.put(Call(function, tag, is_shared=False), worker)
+        self.calls.put(Call(function, tag, is_shared=False), worker)
 
     def next_finished(self) -> Finished:
         """Waits for a call to finish, and watches the tasks in the meantime.
@@ -274,46 +267,19 @@ class Coordinator:
             self._has_failed(finished.worker, error)
             if not call.is_shared:
                 return finished
-            self._calls.put(call, first=True)
+            self.calls.put(call, first=True)
 
     def _next_in(self, timeout: float) -> tuple[Call, Finished] | None:
         with suppress(queue.Empty):
             return self._finished.get(timeout=timeout)
         return None
 
-    def disable(self, worker: int) -> bool:
-        """Gives no more calls to a worker without data, until it is another process.
-
-        Returns:
-            Whether it was enabled before: it may have started another call in the meantime.
-        """
-        return self._calls.disable(worker, Disabled.NO_DATA)
-
-    def enable(self, worker: int) -> None:
-        """Undoes `disable`: the worker has data again."""
-        self._calls.enable(worker, Disabled.NO_DATA)
-
-    def take_back(self) -> list[Any]:
-        """Takes back the calls of `submit` that no worker has started; returns their tags."""
-        return [call.tag for call in self._calls.take_back()]
-
-    def set_active(self, workers: Collection[int]) -> None:
-        """From now on gives calls to these workers only; the others finish the calls that they have started."""
-        for worker in self._workers:
-            change = self._calls.enable if worker in workers else self._calls.disable
-            change(worker, Disabled.STARTS_LATER)
-
     def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
         """Runs a function that waits for tasks, and watches them in the meantime; see `start`."""
         return self.wait_for(self.start(function, kind))
 
     def start(self, function: Callable[[], T], kind: Hashable = None) -> Future[T]:
-        """Runs a function that waits for tasks in a thread; after a failure it is left behind there.
-
-        Args:
-            kind: identifies the TensorFlow functions that it calls; see `FirstCalls`.
-        """
-
+        """Runs a function that waits for tasks in a thread, where a failure leaves it; `kind` as in `FirstCalls`."""
         return in_thread(partial(call_in_turn, function, kind))
 
     def wait_for(self, outcome: Future[T]) -> T:
@@ -382,16 +348,16 @@ class Coordinator:
             return
         serving = self._supervisor.check()
         for worker in self._workers:
-            if worker not in serving and worker in self._calls.connected:
+            if worker not in serving and worker in self.calls.connected:
                 self._remove(worker)
         silent = {task.index for task in self._cluster.silent_tasks() if task.job == "worker"}
         for worker in set(serving) - silent:
-            if worker not in self._calls.connected:
+            if worker not in self.calls.connected:
                 self._admit(worker)
             elif worker in self._away:
                 # If it is another process by now, its next call shows it.
                 self._away.discard(worker)
-                self._calls.enable(worker, Disabled.FAILED)
+                self.calls.enable(worker, Disabled.FAILED)
 
     def wait_a_moment(self, at_most: float) -> None:
         """Gives workers a moment, at most so many seconds, to return; `CallsCancelled` if training is to end."""
@@ -402,7 +368,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Ends the threads and the connection; handles to objects on the tasks must have been deleted before."""
-        self._calls.stop()
+        self.calls.stop()
         self._finished = queue.SimpleQueue()
         gc.collect()
         disconnect()
@@ -417,7 +383,7 @@ class Coordinator:
                 # A task that responds may run a long step, or prepare its first one.
                 tries = 0 if self._replace_silent() else tries + 1
                 if tries == _TRIES:
-                    lost = [Task("worker", worker) for worker in self._workers if worker not in self._calls.connected]
+                    lost = [Task("worker", worker) for worker in self._workers if worker not in self.calls.connected]
                     late = f"no result for {_TRIES} x {self._timeout:g} s (cluster.step_timeout)"
                     names = ", ".join(map(str, lost))
                     every = f"{names} lost; every other task" if lost else "every task"
@@ -426,7 +392,7 @@ class Coordinator:
         # If results arrive all the time, nothing waits here; tasks are watched all the same.
         if time.monotonic() - self._last_check > _CHECK_SECS:
             self.check_tasks()
-            if self._calls.longest_secs() > self._timeout:
+            if self.calls.longest_secs() > self._timeout:
                 self._replace_silent()
         return found
 
@@ -439,7 +405,7 @@ class Coordinator:
             self._has_cancelled = True
             # Their calls must not continue while the parameters are read.
             self._cluster.kill([Task("worker", worker) for worker in self._workers])
-            self._calls.clear()
+            self.calls.clear()
             self._finished = queue.SimpleQueue()
             raise CallsCancelled
 
@@ -452,7 +418,7 @@ class Coordinator:
         silent, _ = self._ask()
         if silent:
             self._replace(silent, f"did not respond for {self._timeout:g} s (cluster.step_timeout)")
-        self._calls.forget_time()
+        self.calls.forget_time()
         return bool(silent)
 
     def _replace(self, silent: Collection[Task], what: str) -> None:
@@ -479,7 +445,7 @@ class Coordinator:
 
     def _connected(self) -> set[Task]:
         servers = {task for task in self._cluster.spec.shape.tasks if task.job == "ps"}
-        return servers | {Task("worker", worker) for worker in self._calls.connected}
+        return servers | {Task("worker", worker) for worker in self.calls.connected}
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Removes a worker whose call failed, if it is lost; otherwise lets it try again.
@@ -489,19 +455,19 @@ class Coordinator:
             tf.errors.OpError: the worker is connected, and its calls fail repeatedly.
         """
         self.examine()
-        if worker in self._calls.connected:
+        if worker in self.calls.connected:
             if Task("worker", worker) in self._cluster.silent_tasks():
                 self._away.add(worker)
                 return
             self._failures[worker] += 1
             if self._failures[worker] > _TRIES and error is not None:
                 raise error
-            self._calls.enable(worker, Disabled.FAILED)
+            self.calls.enable(worker, Disabled.FAILED)
 
     def _remove(self, worker: int) -> None:
         self.num_lost += 1
         self._away.discard(worker)
-        for call in self._calls.remove(worker):
+        for call in self.calls.remove(worker):
             outcome: Future[Any] = Future()
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
             self._finished.put((call, Finished(worker, call.tag, outcome)))
@@ -523,10 +489,10 @@ class Coordinator:
             except OUT_OF_REACH:
                 return
         self._on_return(worker)
-        self._calls.admit(worker)
+        self.calls.admit(worker)
 
     def _reconnect(self, and_with: int | None = None) -> None:
-        connected = {*self._calls.connected, and_with}
+        connected = {*self.calls.connected, and_with}
         with first_calls.call(None):
             reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
             first_calls.forget()

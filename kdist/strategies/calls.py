@@ -80,11 +80,7 @@ class StepLogs:
 
 
 class CallLogs:
-    """Packs the logs of a call into one tensor, because every fetched tensor costs a round trip.
-
-    Args:
-        replica_step: the step of the model.
-    """
+    """Packs the logs of a call into one tensor, because every fetched tensor costs a round trip."""
 
     def __init__(self, replica_step: ReplicaStep) -> None:
         self._variables = replica_step.metrics
@@ -139,9 +135,6 @@ def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int)
     descent on a copy, adds up its gradients, and pushes their sum. With more than one batch this is a
     different algorithm than asynchronous training, with fewer bytes and more staleness; for plain SGD with a single
     worker it is the same.
-
-    Args:
-        local_steps: the batches of a push.
     """
     updates = replica_step.updates
 
@@ -226,8 +219,6 @@ class UnrolledCalls(Calls):
     """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix that `logs` unpacks.
 
     Attributes:
-        replica_step: the step of the model.
-        store: the source of values and the target of gradients.
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
         local_steps: batches of one step; see `own_step`.
         num_ahead: see `run_steps`.
@@ -254,18 +245,12 @@ class UnrolledCalls(Calls):
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica while a call is traced.
-
-    Attributes:
-        store: gives values and takes gradients.
-        iterator: over `(batch, seeds)`.
-        compute: its step between a pull and a push.
-        device: computes; the caller's if empty.
-    """
+    """A replica while a call is traced, with its iterator over `(batch, seeds)`."""
 
     store: ParameterStore
     iterator: Any
     compute: Compute
+    #: It computes there; on the device of the caller if empty.
     device: str = ""
 
     def next_batch(self) -> tuple[Any, tf.Tensor]:
@@ -403,13 +388,7 @@ class CallSizer:
         return size
 
     def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
-        """Learns from some steps.
-
-        Args:
-            num_steps: steps that finished, over all workers.
-            secs: the time that took.
-            warming_up: whether functions were traced, or prepared on workers, meanwhile.
-        """
+        """Learns from finished steps of all workers; `warming_up` if functions were traced or prepared meanwhile."""
         self._step += num_steps
         if warming_up:
             self._cost_secs += secs
@@ -439,18 +418,13 @@ class CallSizer:
 
 
 class WorkerIterators:
-    """Iterators on workers.
-
-    Args:
-        make_dataset: worker -> its dataset, on the task of the caller.
-    """
+    """Iterators over the datasets that `make_dataset` makes for each worker, on the task of the caller."""
 
     def __init__(self, make_dataset: Callable[[int], Any]) -> None:
         self._make_dataset = make_dataset
         self._iterators: dict[int, Any] = {}
 
     def of(self, worker: int) -> Any:
-        """The iterator of a worker, made on the task of the caller."""
         if worker not in self._iterators:
             self._iterators[worker] = iterator_over(self._make_dataset(worker))
         return self._iterators[worker]

@@ -31,10 +31,6 @@ class InGraphSyncCalls(Calls):
     """Calls of all workers: list of iterators -> the packed logs of each worker, see `CallLogs.pack`.
 
     Attributes:
-        replica_step: the step of the model.
-        store: the source of values.
-        aggregator: takes the gradients.
-        logs: packs the logs of a call.
         iterator_spec: type of the iterators over `(batch, seeds)`, one per worker.
         shares: the number of gradients of one step of each worker that takes part; 1 if steps have phases.
     """

@@ -24,7 +24,7 @@ from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.data.base import TrainingData, make_dataset
+from kdist.data.base import TrainingData, iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
 from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
@@ -39,7 +39,7 @@ from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.base import Strategy, TrainingSpec, Values
 from kdist.strategies.calls import Calls, CallSizer, StepLogs, WorkerIterators
-from kdist.strategies.prepared_training import PreparedTraining, first_batch, in_terms_of_tables, no_batch, prepare
+from kdist.strategies.prepared_training import PreparedTraining, in_terms_of_tables, no_batch, prepare
 from kdist.strategies.sweeper import Sweeper
 from kdist.threads import in_thread
 
@@ -349,7 +349,7 @@ class ServersStrategy(StoreStrategy):
         coordinator = self._running()
         with self._explaining():
             coordinator.before_tracing()
-            coordinator.submit(first_batch(data, self._shape.num_workers, batch_size))
+            coordinator.submit(_first_batch(data, self._shape.num_workers, batch_size))
             error = coordinator.next_finished().outcome.exception()
         if data.splits is not None:
             data.splits.restore(None)
@@ -465,7 +465,7 @@ class ServersStrategy(StoreStrategy):
             return evaluation.run(functions, placed[worker, part])
 
         # A part stays with the worker that holds its data, unless that worker is lost.
-        workers = coordinator.available
+        workers = coordinator.calls.available
         for part in range(evaluation.num_parts):
             if workers:
                 coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
@@ -602,3 +602,11 @@ class ServersStrategy(StoreStrategy):
             return TaskError("a worker", no_batch())
         worker = _WORKER_IN_MESSAGE.search(error.message)
         return TaskError(f"worker:{worker[1]}" if worker else "a worker", in_terms_of_tables(error, self.plan))
+
+
+def _first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
+    """A function by which a worker reads its first batch."""
+    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
+    data.trace_transfer(num_workers)
+    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
+    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))

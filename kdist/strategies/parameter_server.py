@@ -23,7 +23,7 @@ from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.dispatch.coordinator import Finished
+from kdist.dispatch.coordinator import Disabled, Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
@@ -116,7 +116,7 @@ class ParameterServer(ServersStrategy):
         if self._splits is not None:
             if self._splits.look():
                 self._has_more_to_read()
-            elif self._idle and not coordinator.available:
+            elif self._idle and not coordinator.calls.available:
                 return self._in_flight_logs()
         while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
             may_begin_more = may_begin - self._num_in_flight
@@ -128,7 +128,7 @@ class ParameterServer(ServersStrategy):
         return self._in_flight_logs()
 
     def set_active(self, workers: Collection[int]) -> None:
-        self._running().set_active(workers)
+        self._running().calls.set_active(workers)
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
@@ -189,8 +189,9 @@ class ParameterServer(ServersStrategy):
             tf.errors.OutOfRangeError: no worker has any.
         """
         coordinator = self._running()
-        is_new = coordinator.disable(finished.worker)
-        if not coordinator.available:
+        # It may have started another call in the meantime.
+        is_new = coordinator.calls.disable(finished.worker, Disabled.NO_DATA)
+        if not coordinator.calls.available:
             finished.outcome.result()
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
@@ -200,12 +201,12 @@ class ParameterServer(ServersStrategy):
         """Gives no more calls to a worker for which there is no split, until there may be one."""
         coordinator = self._running()
         self._in_flight[finished.tag] -= 1
-        coordinator.disable(finished.worker)
+        coordinator.calls.disable(finished.worker, Disabled.NO_DATA)
         self._idle.add(finished.worker)
-        if not coordinator.available:
+        if not coordinator.calls.available:
             # Nobody would take them.
-            for size in coordinator.take_back():
-                self._in_flight[size] -= 1
+            for call in coordinator.calls.take_back():
+                self._in_flight[call.tag] -= 1
 
     @property
     def _num_applied(self) -> int:
@@ -213,7 +214,7 @@ class ParameterServer(ServersStrategy):
 
     def _has_more_to_read(self) -> None:
         for worker in self._idle:
-            self._running().enable(worker)
+            self._running().calls.enable(worker, Disabled.NO_DATA)
         self._idle.clear()
 
     def _set_calls_aside(self) -> None:
@@ -245,15 +246,7 @@ class PrefetchTuner:
         self._secs, self._steps = 0.0, 0
 
     def observe(self, num_steps: int, secs: float) -> bool:
-        """Learns from some steps, in which nothing was prepared.
-
-        Args:
-            num_steps: finished ones, over all workers.
-            secs: the time that took.
-
-        Returns:
-            Whether `prefetch` has changed.
-        """
+        """Learns from steps of all workers in which nothing was prepared; returns whether `prefetch` has changed."""
         if self.why:
             return False
         self._secs, self._steps = self._secs + secs, self._steps + num_steps

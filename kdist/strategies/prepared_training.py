@@ -13,15 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import ServerOptions
-from kdist.data.base import (
-    TrainingData,
-    element_spec,
-    iterator_over,
-    iterator_spec,
-    make_dataset,
-    next_of,
-    worker_dataset,
-)
+from kdist.data.base import element_spec, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
@@ -41,13 +33,7 @@ _MOST_BYTES = 2**31 - 2**20
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training spec with its model built.
-
-    Attributes:
-        spec: of the training.
-        replica_step: its step.
-        num_workers: workers that share it.
-    """
+    """A training spec with its model built, and the number of workers that share its steps."""
 
     spec: TrainingSpec
     replica_step: ReplicaStep
@@ -213,14 +199,6 @@ def _traced_dataset(spec: TrainingSpec, num_workers: int, num_seeds: int) -> tf.
     return worker_dataset(
         spec.data, num_workers=num_workers, batch_size=spec.batch_size, num_seeds=num_seeds, seed=spec.seed
     )
-
-
-def first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
-    """A function by which a worker reads its first batch."""
-    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
-    data.trace_transfer(num_workers)
-    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
-    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))
 
 
 def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:

@@ -86,10 +86,7 @@ class Remote(AllReduce):
     """A strategy in processes of its own.
 
     Args:
-        name: of the strategy.
-        make: membership -> that strategy, not started; called in the processes.
-        shape: of the cluster.
-        cluster: its config.
+        make: membership -> the strategy, not started; called in the processes.
         num_devices: of each process, as far as it is known.
         num_cpus: logical CPU devices to create in each process; 0 for the devices that exist.
     """
@@ -161,13 +158,7 @@ class Remote(AllReduce):
 
 
 class Processes:
-    """The worker processes of a `Remote`.
-
-    Args:
-        number: of workers.
-        num_cpus: as of `Remote`.
-        cluster: its config.
-    """
+    """The worker processes of a `Remote`, of which each makes `num_cpus` logical devices if that is not 0."""
 
     def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig) -> None:
         self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
@@ -333,14 +324,7 @@ def limit_waits(connection: Connection, secs: float) -> None:
 
 
 class RemoteValues(Values):
-    """The values of a strategy in other processes.
-
-    Args:
-        strategy: has started.
-        processes: its, which have the values.
-        data: read here, if it may end.
-        shapes, by_rows: as of `Values`.
-    """
+    """The values of a strategy in other processes; `data` is read here, if it may end."""
 
     def __init__(
         self,

@@ -289,10 +289,10 @@ class SyncReplicas(ServersStrategy):
 
     def _active(self) -> list[int]:
         """Workers that are connected and have data."""
-        return [worker for worker in self._running().available if worker not in self._finished]
+        return [worker for worker in self._running().calls.available if worker not in self._finished]
 
     def _lost(self) -> set[int]:
-        return set(range(self._shape.num_workers)) - set(self._running().available)
+        return set(range(self._shape.num_workers)) - set(self._running().calls.available)
 
     def _needed(self) -> int:
         """The number of gradients of an update: as requested, or as the connected workers with data can compute.
