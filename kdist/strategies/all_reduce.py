@@ -6,7 +6,8 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -126,8 +127,11 @@ class AllReduce(StoreStrategy):
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
         dense = [key for key in first if key not in sparse and not isinstance(key, Overflow)]
         rules = {key: rule_of(self._store, key, first[key].dtype) for key in dense}
-        for keys in _by_dtype({key: dtype_of_total(rules[key], first[key].dtype) for key in dense}):
-            # All at once, so that TensorFlow packs them into one message.
+        by_dtype: dict[tf.DType, list[Any]] = defaultdict(list)
+        for key in dense:
+            by_dtype[dtype_of_total(rules[key], first[key].dtype)].append(key)
+        for keys in by_dtype.values():
+            # All at once, so that TensorFlow packs them into one message, which is of one dtype.
             own = [[changes[key] for key in keys] for changes in each]
             totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in keys]))
             for store, changes, of_replica in zip(self._stores, each, totals):
@@ -172,14 +176,6 @@ class AllReduce(StoreStrategy):
         return [
             tf.nest.map_structure(lambda value, i=i: values_of(value)[i], results) for i in range(len(self._stores))
         ]
-
-
-def _by_dtype(dtypes: Mapping[Any, tf.DType]) -> list[list[Any]]:
-    """The keys of changes in groups of one dtype: only these are packed into one message."""
-    groups: dict[tf.DType, list[Any]] = {}
-    for key, dtype in dtypes.items():
-        groups.setdefault(dtype, []).append(key)
-    return list(groups.values())
 
 
 def _totals(

@@ -232,28 +232,20 @@ class Strategy(abc.ABC):
 
     #: Its name in configs.
     name: ClassVar[str]
-
     #: True if an update may be computed from older parameters than it is applied to.
     is_asynchronous: ClassVar[bool] = False
-
     #: True if workers can also evaluate, by `on_workers`.
     has_workers: ClassVar[bool] = False
-
     #: The number of replicas that compute gradients.
     num_replicas: int = 1
-
     #: The batches of one update: 1 if every gradient is applied by itself.
     batches_per_step: int = 1
-
     #: True if the run was interrupted: another chief will resume it. Set before `stop`.
     is_interrupted: bool = False
-
     #: True if the last run traced a new function, so that its duration says nothing about speed.
     warming_up: bool = False
-
     #: The server of each variable; None without servers, or before `start`.
     plan: PlacementPlan | None = None
-
     #: The values that training changes, once the strategy has started.
     values: Values
 

@@ -40,7 +40,7 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.Cancelled
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
-def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
+def join(membership: Membership, start_timeout: float) -> None:
     """Joins the other workers; TensorFlow can do that only before its first op in a process.
 
     Args:
@@ -52,26 +52,26 @@ def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy
         ClusterError: a worker did not join within `start_timeout` seconds.
     """
     number_collectives_when_traced()
-    if membership not in _distributions:
-        meet(membership.spec.worker, membership.task.index, start_timeout)
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
-            task_type="worker",
-            task_id=membership.task.index,
-            rpc_layer="grpc",
-        )
-        try:
-            # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
-            late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
-            with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
-                _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
-        except RuntimeError as error:
-            raise ConfigError(
-                "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
-                f"anything else ({error})"
-            ) from error
-        sockets.bind_port(membership.spec.port(membership.task))
-    return _distributions[membership]
+    if membership in _distributions:
+        return
+    meet(membership.spec.worker, membership.task.index, start_timeout)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
+        task_type="worker",
+        task_id=membership.task.index,
+        rpc_layer="grpc",
+    )
+    try:
+        # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
+        late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
+        with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
+            _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    except RuntimeError as error:
+        raise ConfigError(
+            "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
+            f"anything else ({error})"
+        ) from error
+    sockets.bind_port(membership.spec.port(membership.task))
 
 
 def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: float) -> None:

@@ -234,10 +234,9 @@ class SyncReplicas(ServersStrategy):
             self._failures += 1
             if self._failures > _TRIES:
                 raise error
-        if not self._watched(self._store.counters.is_consistent):
-            self._step = None
-            raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
         self._step = None
+        if not self._watched(self._store.counters.is_consistent):
+            raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
 
     def _one_update(self) -> StepLogs | None:
         """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""
