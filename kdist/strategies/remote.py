@@ -106,7 +106,7 @@ class Remote(AllReduce):
         self._make = make
         num_workers = max(1, shape.num_workers)
         self.num_replicas = self.batches_per_step = num_workers * num_devices
-        self._processes = Processes(num_workers, num_cpus, cluster)
+        self._processes = Processes(num_workers, num_cpus, cluster, join=name == "multi_worker_mirrored")
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.
@@ -160,8 +160,8 @@ class Remote(AllReduce):
 class Processes:
     """The worker processes of a `Remote`, of which each makes `num_cpus` logical devices if that is not 0."""
 
-    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig) -> None:
-        self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
+    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, *, join: bool) -> None:
+        self._number, self._num_cpus, self._cluster, self._join = number, num_cpus, cluster, join
         self._children: list[Child] = []
         self._pipes: list[Connection] = []
         self._at_end = ExitStack()
@@ -192,7 +192,7 @@ class Processes:
         return facts
 
     def _launch(self, request: Path, logs: Sequence[Path]) -> None:
-        ports = self._at_end.enter_context(held_ports(self._number if self._number > 1 else 0))
+        ports = self._at_end.enter_context(held_ports(self._number if self._join else 0))
         shape = ClusterShape(0, self._number)
         server = self._at_end.enter_context(fork_server(logs[0], train=True))
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
@@ -206,7 +206,7 @@ class Processes:
                 # What a process needs before it may import TensorFlow.
                 options = {
                     "index": index,
-                    # One that has no others to join has no address.
+                    # That of `mirrored` joins no others, and has no address.
                     "workers": [f"127.0.0.1:{port}" for port in ports],
                     "num_cpus": self._num_cpus,
                     "intra_op_threads": intra_op,

@@ -34,7 +34,7 @@ class Ended:
 
 def ended(folder: Path, *codes: int, left: dict[int, BaseException]) -> Processes:
     """Processes that have ended, some of which have sent an error before."""
-    processes: Any = Processes(len(codes), 0, ClusterConfig("2w"))
+    processes: Any = Processes(len(codes), 0, ClusterConfig("2w"), join=True)
     for index, code in enumerate(codes):
         here, there = Pipe()
         if index in left:
@@ -87,7 +87,7 @@ class Alive(Ended):
 
 
 def test_a_worker_that_takes_no_message_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    processes: Any = Processes(2, 0, ClusterConfig("2w", step_timeout=1))
+    processes: Any = Processes(2, 0, ClusterConfig("2w", step_timeout=1), join=True)
     ends = [Pipe() for _ in range(2)]
     for index, (here, _) in enumerate(ends):
         processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
@@ -99,7 +99,7 @@ def test_a_worker_that_takes_no_message_is_named_and_not_waited_for(tmp_path: Pa
 
 
 def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_does_alone(tmp_path: Path) -> None:
-    processes: Any = Processes(2, 0, ClusterConfig("2w"))
+    processes: Any = Processes(2, 0, ClusterConfig("2w"), join=True)
     ends = [Pipe() for _ in range(2)]
     for index, (here, _) in enumerate(ends):
         processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
