@@ -383,10 +383,9 @@ class Coordinator:
                 # A task that responds may run a long step, or prepare its first one.
                 tries = 0 if self._replace_silent() else tries + 1
                 if tries == _TRIES:
-                    lost = [Task("worker", worker) for worker in self._workers if worker not in self.calls.connected]
+                    lost = ", ".join(str(Task("worker", w)) for w in self._workers if w not in self.calls.connected)
                     late = f"no result for {_TRIES} x {self._timeout:g} s (cluster.step_timeout)"
-                    names = ", ".join(map(str, lost))
-                    every = f"{names} lost; every other task" if lost else "every task"
+                    every = f"{lost} lost; every other task" if lost else "every task"
                     raise ClusterError(f"{late}: {every} responds")
                 started = time.monotonic()
         # If results arrive all the time, nothing waits here; tasks are watched all the same.

@@ -29,13 +29,10 @@ from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepa
 
 
 class AllReduce(StoreStrategy):
-    """Synchronous replicas over a `tf.distribute` strategy, which subclasses create.
-
-    Args:
-        first_replica: index of the first replica of this process, over all processes.
-    """
+    """Synchronous replicas over a `tf.distribute` strategy, which subclasses create."""
 
     def __init__(self, first_replica: int = 0) -> None:
+        #: The first one of this process, over all processes.
         self._first_replica = first_replica
         self._iterators: list[Iterator[Any]] = []
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}

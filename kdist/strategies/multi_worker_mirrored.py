@@ -117,7 +117,6 @@ class MultiWorkerMirrored(AllReduce):
         super().__init__(first_replica=membership.task.index * devices)
         self.batches_per_step = self._distribution.num_replicas_in_sync
         self._membership = membership
-        self._is_chief = membership.is_chief
         self._announces = membership.is_chief and not membership.started_by_kdist
         self._step_timeout = step_timeout
         self._is_started = False
@@ -204,9 +203,10 @@ class MultiWorkerMirrored(AllReduce):
         """Sends the chief's values to every worker."""
         values = self._store.values.read()
         content = b"".join(value.tobytes() for value in values.values())
-        # The sum of the chief's bits and of zeros.
         bits = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
-        shared = _sum_of_all(self._membership, bits if self._is_chief else np.zeros_like(bits)).view(np.uint8)
+        # The sum of the chief's bits and of zeros.
+        own = bits if self._membership.is_chief else np.zeros_like(bits)
+        shared = _sum_of_all(self._membership, own).view(np.uint8)
         received, begin = {}, 0
         for name, value in values.items():
             end = begin + value.nbytes

@@ -328,14 +328,11 @@ class ServersStrategy(StoreStrategy):
         self._make_dataset = self._prepared.trace_dataset()
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        """Builds the model; refuses, with a `ConfigError`, what cannot be trained like this."""
         prepared = prepare(spec, self._shape.num_workers, self._replicas_per_step)
-        self._check(prepared)
-        return prepared
-
-    def _check(self, prepared: PreparedTraining) -> None:
-        """Refuses, with a `ConfigError`, what cannot be trained like this."""
         for group in prepared.replica_step.updates.groups:
             check_slots_only(group, prepared.replica_step.trainable)
+        return prepared
 
     def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
         """Starts the tasks without training, for `on_workers` alone, or before `start`."""
@@ -484,9 +481,8 @@ class ServersStrategy(StoreStrategy):
         """Drops the handles to objects on a worker that is a new process now, whose data starts over."""
         self._iterators.forget(worker)
         for _, placed in self._evaluations.values():
-            for key in list(placed):
-                if key[0] == worker:
-                    del placed[key]
+            for key in [key for key in placed if key[0] == worker]:
+                del placed[key]
 
     def _is_lost(self, worker: int) -> None:
         """Another worker continues with what a lost one was reading, unless that kills one after the other.

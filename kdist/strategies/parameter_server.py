@@ -79,9 +79,8 @@ class ParameterServer(ServersStrategy):
         return len(hosts) > 1 and self._shape.num_workers > 1 and self._prepared.replica_step.updates.num_phases == 1
 
     def _make_calls(self, prefetch: int) -> None:
-        spec = iterator_spec(self._make_dataset)
-        replica_step, local_steps = self._prepared.replica_step, self.batches_per_step
-        self._calls = UnrolledCalls(replica_step, self._store, spec, local_steps, prefetch)
+        replica_step, spec = self._prepared.replica_step, iterator_spec(self._make_dataset)
+        self._calls = UnrolledCalls(replica_step, self._store, spec, self.batches_per_step, prefetch)
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:
@@ -95,8 +94,8 @@ class ParameterServer(ServersStrategy):
             record(Line(f"strategy.prefetch={self._tuner.prefetch}: {self._tuner.why}", "prefetch"), logging.INFO)
             self._tuner = None
 
-    def _check(self, prepared: PreparedTraining) -> None:
-        super()._check(prepared)
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = super()._prepare(spec)
         updates = prepared.replica_step.updates
         if self._asked and updates.num_phases > 1:
             raise ConfigError(
@@ -108,6 +107,7 @@ class ParameterServer(ServersStrategy):
                 f"strategy.local_steps={self.batches_per_step}: a step of model {prepared.spec.model.name} updates or "
                 "assigns weights several times; set strategy.local_steps=1"
             )
+        return prepared
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._first_step is None:
@@ -247,8 +247,6 @@ class PrefetchTuner:
 
     def observe(self, num_steps: int, secs: float) -> bool:
         """Learns from steps of all workers in which nothing was prepared; returns whether `prefetch` has changed."""
-        if self.why:
-            return False
         self._secs, self._steps = self._secs + secs, self._steps + num_steps
         if self._secs < _PREFETCH_WINDOW_SECS or not self._steps:
             return False

@@ -124,8 +124,8 @@ class SyncReplicas(ServersStrategy):
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
 
-    def _check(self, prepared: PreparedTraining) -> None:
-        super()._check(prepared)
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = super()._prepare(spec)
         num_workers = self._shape.num_workers
         if num_workers > 1:
             prepared.check_assigned(self.name)
@@ -141,6 +141,7 @@ class SyncReplicas(ServersStrategy):
                 f"strategy=sync_replicas: all workers take part in a step of model {prepared.spec.model.name}, which "
                 f"updates weights several times; set strategy.replicas_to_aggregate={num_workers}, backup_workers=0"
             )
+        return prepared
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
@@ -191,11 +192,10 @@ class SyncReplicas(ServersStrategy):
                 iterator_spec(self._make_dataset),
                 {worker: self._quorum.share(worker) for worker in workers},
             )
-        calls = self._lockstep
         self._num_lost_before = coordinator.num_lost
         iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
-        function = self._traced(calls, size)
+        function = self._traced(self._lockstep, size)
         self._in_lockstep = True
         try:
             packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
