@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -142,9 +142,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
     definition = tf_compat.server_def()
     if before is None or definition is None:
         raise RuntimeError("used before connect()")
-    own = _jobs_of_this_process(definition)
-    del definition.cluster.job[:]
-    definition.cluster.job.extend([*spec.as_cluster_def().job, *own])
+    _replace_jobs(definition, spec.as_cluster_def().job)
     for job in definition.cluster.job:
         for task in without:
             if task.job == job.name:
@@ -164,9 +162,7 @@ def disconnect() -> None:
     if alone is None:
         return
     alone.ClearField("cluster_device_filters")
-    own = _jobs_of_this_process(alone)
-    del alone.cluster.job[:]
-    alone.cluster.job.extend(own)
+    _replace_jobs(alone, [])
     tf_compat.update_server_def(alone)
 
 
@@ -179,8 +175,11 @@ def _restore_environment() -> None:
     _environment_before.clear()
 
 
-def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
-    return [job for job in definition.cluster.job if job.name == _JOB]
+def _replace_jobs(definition: tf.train.ServerDef, jobs: Iterable[Any]) -> None:
+    """Replaces all jobs but that of this process."""
+    own = [job for job in definition.cluster.job if job.name == _JOB]
+    del definition.cluster.job[:]
+    definition.cluster.job.extend([*jobs, *own])
 
 
 def _server_for(own_address: str, *, any_port: bool) -> str | None:
