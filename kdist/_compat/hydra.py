@@ -87,10 +87,10 @@ def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], 
             if config.hydra.mode == RunMode.MULTIRUN:
                 hydra.multirun(name, task, [])
                 return None
-            # Hydra would raise the error, with a message of its own.
+            # A property, which prints a message of Hydra's own before it raises the error of the job.
             with replaced(JobReturn, return_value=None):
-                done = hydra.run(name, task, [])._return_value
-        return done if isinstance(done, Exception) else None
+                value = hydra.run(name, task, []).return_value
+        return value if isinstance(value, Exception) else None
     finally:
         GlobalHydra.instance().clear()
 
