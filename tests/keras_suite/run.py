@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fetched(version: str, folder: Path) -> Path:
-    """The folder of the tests, from the source distribution: no wheel has them. It does not exist if that has none, either."""
+    """The folder of the tests, from the source distribution; it does not exist if that has none."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--no-binary", "keras", "--dest", str(folder), f"keras=={version}"], check=True)
     with tarfile.open(folder / f"keras-{version}.tar.gz") as archive:
