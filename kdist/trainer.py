@@ -298,7 +298,8 @@ class Trainer:
             ClusterError: a task was lost, or stopped responding.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint is saved and the tasks have ended.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = dict(locals())
+        del arguments["self"]
         return self._run(self._fit_of(**arguments))
 
     def fit_as_configured(self, **data: Any) -> keras.callbacks.History:

@@ -87,8 +87,9 @@ def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], 
             if config.hydra.mode == RunMode.MULTIRUN:
                 hydra.multirun(name, task, [])
                 return None
-            # A property, which prints a message of Hydra's own before it raises the error of the job.
-            with replaced(JobReturn, return_value=None):
+            # Hydra's own property prints a message before it raises the error of the job.
+            outcome = property(lambda job: job._return_value, lambda job, value: setattr(job, "_return_value", value))
+            with replaced(JobReturn, return_value=outcome):
                 value = hydra.run(name, task, []).return_value
         return value if isinstance(value, Exception) else None
     finally:

@@ -19,7 +19,9 @@ _ENVIRONMENT = "oc.env"
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _INTERPOLATION = re.compile(r"\$\{[^}]*")
-_COMPUTED = re.compile(r"\$\{([^:}]*|oc\.(select|dict)[^}]*)\$\{")
+_INNERMOST = re.compile(r"\$\{([^\s${}:,.][^\s${}:,]*)\}")
+#: References whose keys are computed.
+_COMPUTED = re.compile(r"\$\{([^:}]*|oc\.(select|dict)[^},]*)\$\{")
 #: All that may be the key of a value between `${` and `}`.
 _REFERENCE = re.compile(r"[^\s${}:,'\"()]+")
 
@@ -64,13 +66,14 @@ def check_record(config: DictConfig) -> None:
         else:
             text = str(node)
             size = len(text)
-            if _COMPUTED.search(text):
-                raise ConfigError(f"{name}={text[:100]}: refers to a key that is computed")
-            for reference in _REFERENCE.findall(" ".join(_INTERPOLATION.findall(text))):
+            known = _INNERMOST.sub(lambda found: _word_at(written, found[1]) or found[0], text)
+            if _COMPUTED.search(known):
+                raise ConfigError(f"{name}={text[:100]}: refers to a key that is computed; write it out")
+            for reference in _REFERENCE.findall(" ".join(_INTERPOLATION.findall(f"{text} {known}"))):
                 # Of several dots, each but the first is one level up.
                 dots = len(reference) - len(reference.lstrip("."))
                 base = place[: len(place) - dots] if dots else ()
-                target = (*base, *filter(None, re.split(r"[.\[\]]", reference)))
+                target = (*base, *_keys_of(reference))
                 if (found := _at(written, target)) is not None:
                     size += size_of(target, found, depth + 1)
         if size > _MAX_BYTES:
@@ -79,6 +82,16 @@ def check_record(config: DictConfig) -> None:
         return size
 
     size_of((), written, 0)
+
+
+def _keys_of(reference: str) -> list[str]:
+    return [key for key in re.split(r"[.\[\]]", reference) if key]
+
+
+def _word_at(written: Any, reference: str) -> str | None:
+    """The text to which a reference leads, if it is short and refers to nothing itself."""
+    word = _at(written, tuple(_keys_of(reference)))
+    return word if isinstance(word, str) and len(word) < 100 and "$" not in word else None
 
 
 def _at(node: Any, place: tuple[Any, ...]) -> Any:

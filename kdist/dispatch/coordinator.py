@@ -259,7 +259,7 @@ class Coordinator:
         A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost`.
         """
         while True:
-            call, finished = self._wait(self._next_in)
+            call, finished = self._wait(self._next_in, is_call=True)
             error = finished.outcome.exception()
             if not may_be_lost(error):
                 self._failures[finished.worker] = 0
@@ -274,17 +274,21 @@ class Coordinator:
             return self._finished.get(timeout=timeout)
         return None
 
-    def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
-        """Runs a function that waits for tasks, and watches them in the meantime; see `start`."""
-        return self.wait_for(self.start(function, kind))
+    def watch(self, function: Callable[[], T], kind: Hashable = None, *, is_call: bool = False) -> T:
+        """Runs a function that waits for tasks, and watches them in the meantime; see `start`.
+
+        Only a call of workers (`is_call`) is cancelled if it takes too long after an interruption: a save may take all
+        of the time that is left.
+        """
+        return self.wait_for(self.start(function, kind), is_call=is_call)
 
     def start(self, function: Callable[[], T], kind: Hashable = None) -> Future[T]:
         """Runs a function that waits for tasks in a thread, where a failure leaves it; `kind` as in `FirstCalls`."""
         return in_thread(partial(call_in_turn, function, kind))
 
-    def wait_for(self, outcome: Future[T]) -> T:
+    def wait_for(self, outcome: Future[T], *, is_call: bool = False) -> T:
         """Waits for what was started, and watches the tasks in the meantime."""
-        self._wait(lambda timeout: wait([outcome], timeout).done)
+        self._wait(lambda timeout: wait([outcome], timeout).done, is_call=is_call)
         return outcome.result()
 
     def before_tracing(self) -> None:
@@ -373,11 +377,12 @@ class Coordinator:
         gc.collect()
         disconnect()
 
-    def _wait(self, poll: Callable[[float], T | None]) -> T:
+    def _wait(self, poll: Callable[[float], T | None], *, is_call: bool) -> T:
         """Calls `poll(timeout in seconds)` until it returns something true; returns that."""
         started, tries = time.monotonic(), 0
         while not (found := poll(min(_CHECK_SECS, self._timeout))):
-            self._cancel_when_overdue()
+            if is_call:
+                self._cancel_when_overdue()
             self.check_tasks()
             if time.monotonic() - started > self._timeout:
                 # A task that responds may run a long step, or prepare its first one.

@@ -29,9 +29,10 @@ def _without_epochs(fit: Fit) -> FitOutcome | None:
 
     The model is built, and callbacks see begin and end, as in Keras.
     """
-    train, model = fit.config.train, fit.source.model
+    train = fit.config.train
     if train.steps is not None or train.epochs is None or train.epochs > fit.data.initial_epoch:
         return None
+    model = fit.source.model
     prepare(fit.training_spec(fit.training_data), 1)
     step = fit.model_step
     history = keras.callbacks.History()

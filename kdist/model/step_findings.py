@@ -21,7 +21,6 @@ from kdist.model.embedding_lookup import RowLookups
 from kdist.model.loss_weights import LossTerms
 from kdist.model.metrics import ReturnedValues, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.phases import PhaseOfTensor
 from kdist.model.state import choose_variables, layer_states, stateful_layers
 from kdist.model.traced_step import TracedScope
 
@@ -31,35 +30,49 @@ _SUMS = frozenset({"Add", "AddV2", "AddN", "Sub"})
 
 
 def is_increment(old: tf.Tensor, new: Any) -> bool:
-    """True if `new` is `old` and anything added, or `old` times a known factor in (0, 1] and something else added.
+    """True if `new` is `old`, or `old` times a known factor in (0, 1], and something added.
 
     Both are of the same graph, and floating-point: whole numbers count, but they also number places in a buffer.
     """
     if not tf.is_symbolic_tensor(new) or not new.dtype.is_floating:
         return False
     dependence = _Dependence(old)
+    if not dependence.of(new):
+        return False
     factor = dependence.factor(new)
-    return 0 < factor <= 1 if dependence.is_linear else factor == 1
+    return dependence.is_sum(new) if factor is None else 0 < factor <= 1
 
 
 class _Dependence:
-    """The dependence of tensors of a graph on one of them.
-
-    Attributes:
-        is_linear: False if `factor` has found a summand that is no constant multiple of it.
-    """
+    """The dependence of tensors of a graph on one of them."""
 
     def __init__(self, old: tf.Tensor) -> None:
-        self.is_linear = True
         self._old = old
-        self._phases = PhaseOfTensor()
-        self._phases.arrive([old], 1)
+        #: All operations that use it, directly or not.
+        self._users: set[tf.Operation] = set()
+        found = old.consumers()
+        while found:
+            operation = found.pop()
+            if operation not in self._users:
+                self._users.add(operation)
+                found.extend(user for output in operation.outputs for user in output.consumers())
 
     def of(self, tensor: tf.Tensor) -> bool:
-        return self._phases.of(tensor) == 1
+        return tensor is self._old or tensor.op in self._users
 
-    def factor(self, tensor: tf.Tensor) -> float:
-        """The sum of the factors of the old value in those summands of a tensor that are multiples of it."""
+    def is_sum(self, tensor: tf.Tensor) -> bool:
+        """True if the old value itself is one of the summands, whatever the others are."""
+        while tensor is not self._old and tensor.op.type in _UNCHANGED:
+            tensor = tensor.op.inputs[0]
+        if tensor is self._old:
+            return True
+        if tensor.op.type not in _SUMS:
+            return False
+        summands = tensor.op.inputs[:1] if tensor.op.type == "Sub" else tensor.op.inputs
+        return any(self.of(summand) and self.is_sum(summand) for summand in summands)
+
+    def factor(self, tensor: tf.Tensor) -> float | None:
+        """The factor of the old value in a linear function of it; None if it is none, or the factor is not constant."""
         if tensor is self._old or not self.of(tensor):
             return float(tensor is self._old)
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
@@ -75,10 +88,11 @@ class _Dependence:
             signs[0] = 1 / divisor if divisor else divisor
         total = 0.0
         for sign, part in zip(signs, inputs):
-            if sign is not None:
-                total += sign * self.factor(part)
-            elif self.of(part):
-                self.is_linear = False
+            if self.of(part):
+                factor = self.factor(part)
+                if sign is None or factor is None:
+                    return None
+                total += sign * factor
         return total
 
     def _constant(self, tensor: tf.Tensor) -> float | None:
@@ -162,6 +176,7 @@ class StepFindings:
     """The findings of a trace of a step.
 
     Attributes:
+        lookups: of rows of tables.
         returned: the values that it returns beside metrics.
         trainable, state, seeds: its variables. The last seed is that of keras.random.
         worker_state: of stateful layers.

@@ -118,7 +118,8 @@ class MultiWorkerMirrored(AllReduce):
         self.batches_per_step = self._distribution.num_replicas_in_sync
         self._membership = membership
         self._announces = membership.is_chief and not membership.started_by_kdist
-        self._step_timeout = step_timeout
+        # kdist has started the others, too: it waits for them itself, and knows which one was stopped.
+        self._step_timeout = None if membership.started_by_kdist and membership.task.index else step_timeout
         self._is_started = False
         self._pids: dict[Task, int] = {}
         spec = membership.spec
@@ -220,7 +221,7 @@ class MultiWorkerMirrored(AllReduce):
         return _bounded(function, timeout or self._step_timeout, "respond", "cluster.step_timeout")
 
 
-def _bounded(function: Callable[[], T], timeout: float, what: str, key: str) -> T:
+def _bounded(function: Callable[[], T], timeout: float | None, what: str, key: str) -> T:
     """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
     try:
         return in_thread(function).result(timeout)

@@ -198,7 +198,7 @@ class SyncReplicas(ServersStrategy):
         function = self._traced(self._lockstep, size)
         self._in_lockstep = True
         try:
-            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
+            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)], is_call=True)
         except tf.errors.OutOfRangeError:
             # The call cancelled the reads of the workers that have data, which ends their iterators.
             self._iterators.clear()

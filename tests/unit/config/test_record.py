@@ -42,6 +42,17 @@ def test_a_record_that_refers_to_itself_here_and_there_is_read(tmp_path: Path) -
     assert "${" in OmegaConf.to_container(config)["run"]["dir"]  # type: ignore[call-overload, index]
 
 
+@pytest.mark.parametrize("units", ["${sizes.${size}}", "${sizes.${.size}}", "${oc.select:none,${sizes.small}}"])
+def test_a_choice_by_another_key_is_read_unless_that_is_computed_too(units: str, tmp_path: Path) -> None:
+    config = OmegaConf.create({"size": "small", "sizes": {"small": 16}, "model": {"units": units}})
+    if ".size}" in units:
+        with pytest.raises(ConfigError, match=r"model\.units=.*: refers to a key that is computed; write it out"):
+            check_record(config)
+        return
+    check_record(config)
+    assert config.model.units == 16
+
+
 def test_values_are_resolved_and_those_of_the_environment_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD", "correct-horse")
     monkeypatch.setenv("STEPS", "40")
