@@ -92,15 +92,15 @@ class NonFiniteError(KdistError):
     """The loss or a parameter became NaN or infinite."""
 
 
-def reason(error: BaseException, limit: int = 600) -> str:
-    """The message of `error` without TensorFlow's graph trace and additions of gRPC, at most `limit` characters."""
+def reason(error: BaseException) -> str:
+    """The message of `error` without TensorFlow's graph trace and additions of gRPC, at most 600 characters."""
     text = getattr(error, "message", None) or str(error)
     text = text.partition("\nAdditional GRPC error information")[0]
     if first := _FIRST_ROOT.search(text):
         text = first[1]
     text = _ASSERTION.sub(r"\1", _DATASET.sub("", text))
     lines = [_FUNCTION_NODE.sub("", line) for line in text.splitlines() if line.strip() and not _TRACE.match(line)]
-    return "\n".join(lines)[:limit] or "(no message)"
+    return "\n".join(lines)[:600] or "(no message)"
 
 
 def traceback_of(error: BaseException) -> str:

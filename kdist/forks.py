@@ -107,28 +107,27 @@ def _end_child(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
-def _before() -> None:
+def _hold_signals() -> None:
     # Python would drop a signal that reaches a child before its handlers are its own.
     _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-def _in_parent() -> None:
+def _let_signals_through() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
 
 
 def _in_child() -> None:
     try:
-        _undo()
+        for function in reversed(_undoing):
+            function()
+        _undoing.clear()
+        if _pipes:
+            _leave_pipes()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
+        _let_signals_through()
 
 
-def _undo() -> None:
-    for function in reversed(_undoing):
-        function()
-    _undoing.clear()
-    if not _pipes:
-        return
+def _leave_pipes() -> None:
     # The descriptors stay open: one that is closed twice could be another file by then.
     with suppress(OSError), open(os.devnull, "r+b", buffering=0) as nothing:
         for pipe in list(_pipes):
@@ -137,4 +136,4 @@ def _undo() -> None:
                 os.dup2(nothing.fileno(), pipe.fileno(), inheritable=False)
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_in_child)

@@ -23,7 +23,8 @@ logger.setLevel(logging.INFO)
 
 #: Takes the lines of a process whose output another one shows; None if this process shows them itself.
 relay: Callable[[Line], None] | None = None
-_is_json = False
+#: True if the console has lines for programs; see `use`.
+is_json = False
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -50,13 +51,7 @@ class Line(str):
     def to_json(self, **more: Any) -> str:
         """The line as a JSON object, in one line; `more` comes first."""
         content = {**more, "event": self.event, "step": self.step, "values": self.values, "message": str(self)}
-        return json.dumps(_plain(content), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Line:
-        """Undoes `to_json`."""
-        content = json.loads(text)
-        return cls(content["message"], content["event"], content["step"], content["values"])
+        return json.dumps(for_json(content), allow_nan=False)
 
 
 def plain_text(text: str) -> str:
@@ -71,7 +66,7 @@ def say(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> N
         relay(line)
         return
     record(line, level)
-    print(_as_json(line, level) if _is_json else str(line), file=stream or sys.stdout, flush=True)
+    print(_as_json(line, level) if is_json else str(line), file=stream or sys.stdout, flush=True)
 
 
 def record(line: Line, level: int) -> None:
@@ -79,33 +74,28 @@ def record(line: Line, level: int) -> None:
     logger.log(level, "%s", line, extra={"event": line.event, "step": line.step, "values": line.values})
 
 
-def warn(message: str, *, prefix: str = "kdist: ") -> None:
+def warn(message: str) -> None:
     """Warns like `warnings.warn`, but shows a message again: a worker that is lost twice is reported twice."""
-    line = Line(prefix + message, "warning")
+    line = Line(f"kdist: {message}", "warning")
     record(line, logging.WARNING)
     # Without a registry, Python does not remember what was shown.
     warnings.warn_explicit(str(line), UserWarning, filename="kdist", lineno=1)
 
 
-def is_json() -> bool:
-    """Tells if the console has lines for programs."""
-    return _is_json
-
-
 def use(log_format: str) -> None:
     """From now on, lines are `text` or `json`."""
-    global _is_json, _format_before  # noqa: PLW0603 - a process has one console
-    _is_json = log_format == "json"
-    if _is_json and warnings.formatwarning is not _format_warning:
+    global is_json, _format_before  # noqa: PLW0603 - a process has one console
+    is_json = log_format == "json"
+    if is_json and warnings.formatwarning is not _format_warning:
         _format_before, warnings.formatwarning = warnings.formatwarning, _format_warning
-    elif not _is_json and warnings.formatwarning is _format_warning:
+    elif not is_json and warnings.formatwarning is _format_warning:
         warnings.formatwarning = _format_before
 
 
 @contextmanager
 def in_format(log_format: str) -> Iterator[None]:
     """While entered, lines are `text` or `json`."""
-    before = "json" if _is_json else "text"
+    before = "json" if is_json else "text"
     use(log_format)
     try:
         yield
@@ -171,7 +161,7 @@ class _FileHandler(logging.FileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
-        if not _is_json:
+        if not is_json:
             return f"{now(record.created)} {record.levelname.lower():<7} {text}"
         known = vars(record)
         line = Line(text, known.get("event", "message"), known.get("step"), known.get("values"))
@@ -197,16 +187,16 @@ def _format_warning(
     return _format_before(message, category, filename, lineno, line)
 
 
-def _plain(value: Any) -> Any:
+def for_json(value: Any) -> Any:
     """Converts a value for JSON: numbers of NumPy to Python's, NaN and infinity to null."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): for_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [for_json(item) for item in value]
     if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return for_json(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value)

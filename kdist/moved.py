@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import ModuleType
 
 #: The present name of each module that was moved.
 MODULES = {
@@ -21,11 +21,21 @@ MODULES = {
     "kdist.data.kafka": "kdist.extras.kafka",
     "kdist.data.npz": "kdist.data.table_files",
     "kdist.hooks.arrivals": "kdist.hooks.data_position",
+    "kdist.hooks.best_checkpoint": "kdist.hooks.best_values",
+    "kdist.hooks.early_stopping": "kdist.hooks.best_values",
     "kdist.hooks.faults": "kdist.extras.faults",
+    "kdist.hooks.feed_fn": "kdist.hooks.functions",
+    "kdist.hooks.final_ops": "kdist.hooks.functions",
     "kdist.hooks.health": "kdist.extras.monitoring",
+    "kdist.hooks.logging_tensor": "kdist.hooks.reports",
     "kdist.hooks.metrics_server": "kdist.extras.monitoring",
     "kdist.hooks.mlflow_tracker": "kdist.extras.trackers",
-    "kdist.hooks.monitor": "kdist.hooks.early_stopping",
+    "kdist.hooks.monitor": "kdist.hooks.best_values",
+    "kdist.hooks.nan_tensor": "kdist.hooks.ends",
+    "kdist.hooks.progress": "kdist.hooks.reports",
+    "kdist.hooks.step_counter": "kdist.hooks.reports",
+    "kdist.hooks.stop_at_step": "kdist.hooks.ends",
+    "kdist.hooks.summary_saver": "kdist.hooks.reports",
     "kdist.hooks.tracker": "kdist.extras.trackers",
     "kdist.hooks.wandb_tracker": "kdist.extras.trackers",
     "kdist.run.origin": "kdist.run.result",
@@ -42,7 +52,7 @@ class Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in MODULES:
-            return importlib.util.spec_from_loader(fullname, _Moved(MODULES[fullname]))
+            return importlib.util.spec_from_loader(fullname, _Moved())
         if fullname in COMMANDS:
             # The origin becomes `sys.argv[0]`, which others read.
             return importlib.util.spec_from_loader(fullname, _Command(), origin=__file__)
@@ -50,11 +60,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class _Moved(importlib.abc.Loader):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._name)
+        module = importlib.import_module(MODULES[spec.name])
         self._spec = module.__spec__
         return module
 
@@ -66,12 +73,6 @@ class _Moved(importlib.abc.Loader):
 class _Command(importlib.abc.InspectLoader):
     def get_source(self, fullname: str) -> str:
         return _PROGRAM.format(COMMANDS[fullname])
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self.get_source(fullname), fullname, "exec")
-
-    def is_package(self, fullname: str) -> bool:
-        return False
 
 
 def install() -> None:

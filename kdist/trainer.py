@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,28 +298,9 @@ class Trainer:
             ClusterError: a task was lost, or stopped responding.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM, when a checkpoint is saved and the tasks have ended.
         """
-        fit = self._fit_of(
-            x=x,
-            y=y,
-            batch_size=batch_size,
-            steps=steps,
-            epochs=epochs,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            sample_weight=sample_weight,
-            verbose=verbose,
-            callbacks=callbacks,
-            validation_split=validation_split,
-            validation_data=validation_data,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-            validation_freq=validation_freq,
-            validation_every_steps=validation_every_steps,
-            validate_with_ema=validate_with_ema,
-        )
-        return self._run(fit)
+        arguments = dict(locals())
+        del arguments["self"]
+        return self._run(self._fit_of(**arguments))
 
     def fit_as_configured(self, **data: Any) -> keras.callbacks.History:
         """Trains as `fit` does, but takes every argument except `data` from the config of the command line."""
@@ -467,7 +449,7 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield fit.with_seed(self.seed).within_limits()
+            yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits()
 
     def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()

@@ -14,14 +14,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
 from helpers import environment
 
-from kdist.cluster.processes import forkserver, task_processes
-from kdist.cluster.processes.child import Child
+from kdist import forks
+from kdist.cluster.processes import forkserver
+from kdist.cluster.processes.child import Child, start_child
 
 # They are forked, as Python's multiprocessing does it, from a process that has imported this and nothing else.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -111,7 +112,7 @@ def _run(
         os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["kdist", *arguments]
-    task_processes.ForkServer = _ForkServer  # type: ignore[misc]
+    forkserver.start_child = _start_fork_server
     from kdist.cli.main import main
 
     main()
@@ -126,23 +127,29 @@ def _enter(pid: int) -> None:
                 raise OSError(ctypes.get_errno(), f"setns to {name}")
 
 
-class _ForkServer(forkserver.ForkServer):
-    """Is a fork of the command itself, as long as TensorFlow is imported there and has not run anything."""
+def _start_fork_server(
+    command: Sequence[str], log: Path, *, prints_to_log: bool, env: Mapping[str, str], pass_fds: Sequence[int]
+) -> Child:
+    """Forks the command itself, as long as TensorFlow is imported there and has not run anything."""
+    from tensorflow.python.eager import context
 
-    def _start(self, orders: int, log: Path) -> Child:
-        from tensorflow.python.eager import context
+    if context.context_safe() is not None:
+        return start_child(command, log, prints_to_log=prints_to_log, env=env, pass_fds=pass_fds)
+    (orders,) = pass_fds
 
-        if context.context_safe() is not None:
-            return super()._start(orders, log)
+    def become() -> NoReturn:
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = ["forkserver", *command[3:]]
+        forkserver.main()
 
-        def become() -> NoReturn:
-            os.environ.clear()
-            os.environ.update(self._environment)
-            sys.argv = ["forkserver", str(orders), self._module]
-            forkserver.main()
+    def start() -> _Fork:
+        with log.open("ab") as log_file, forks.hold_back_signals():
+            return _Fork(become, log_file, keep=orders)
 
-        with log.open("ab") as log_file:
-            return Child(lambda: _Fork(become, log_file, keep=orders), log)
+    child = Child(start, log)
+    forks.keep_from_children(child.stdin)
+    return child
 
 
 class _Fork:

@@ -14,7 +14,7 @@ import drilling
 import pytest
 from helpers import tasks_running, wait_until
 
-from kdist.cluster.processes.task_processes import share_fork_server
+from kdist.cluster.processes.forkserver import share_fork_server
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the runs that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -90,7 +90,7 @@ def _install(row: Row, environment: Path) -> None:
     # kdist comes last, alone: pip refuses what is outside its ranges. grain needs a newer protobuf than the lowest
     # TensorFlow takes; its tests are skipped.
     left_out = {"tensorflow", "keras", "kdist", "grain"}
-    wanted = {None, "dev", "parquet", "kafka", "optuna", "joblib"}
+    wanted = {None, "dev", "parquet", "kafka", "pandas", "mlflow", "wandb", "optuna", "joblib"}
     others = [
         # The TensorBoard that goes with the TensorFlow.
         requirement.name if requirement.name == "tensorboard" else f"{requirement.name}{requirement.specifier}"

@@ -44,11 +44,7 @@ class FirstCalls:
 
     @contextmanager
     def call(self, kind: Hashable) -> Iterator[None]:
-        """Encloses a call; has no effect inside another one.
-
-        Args:
-            kind: identifies the functions that are called; None if they are not known.
-        """
+        """Encloses a call of functions that `kind` identifies (None: unknown); has no effect inside another call."""
         if getattr(self._of_thread, "is_calling", False):
             yield
             return

@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobRuntime, configure_log, run_job
-from hydra.types import HydraContext, RunMode
+from hydra.core.utils import JobReturn, JobRuntime, configure_log
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+
+from kdist._compat.replaced import replaced
 
 
 class CheckedLoader(ConfigLoaderImpl):
     """Composes every config that Hydra uses, also for trials; each is checked before Hydra uses any of it.
 
     Args:
+        parsed: the command line.
         check: raises the error of a config.
         check_searchpath: the same of `hydra.searchpath` in a file, before anything there is imported.
     """
 
     def __init__(
-        self,
-        search_path: ConfigSearchPath,
-        check: Callable[[DictConfig], None],
-        check_searchpath: Callable[[Any], None],
+        self, parsed: Namespace, check: Callable[[DictConfig], None], check_searchpath: Callable[[Any], None]
     ) -> None:
-        super().__init__(search_path)
+        path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or "pkg://kdist.conf")
+        if parsed.config_dir:
+            path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
+        super().__init__(path)
+        self._parsed = parsed
         self._check = check
         self._check_searchpath = check_searchpath
+
+    def load(self, default_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+        """The config of the command line and of `overrides` after it, with Hydra's own part.
+
+        `hydra.compose` leaves that incomplete in a sweep.
+        """
+        JobRuntime.instance().set("name", "kdist")
+        mode = RunMode.MULTIRUN if self._parsed.multirun else RunMode.RUN
+        # Hydra would write `.hydra` before it is known whether another process has the run dir.
+        given = [*self._parsed.overrides, *overrides, f"hydra.mode={mode.name}", "hydra.output_subdir=null"]
+        return self.load_configuration(self._parsed.config_name or default_name, given, mode)
 
     def load_configuration(self, *args: Any, **options: Any) -> DictConfig:
         config = super().load_configuration(*args, **options)
@@ -60,66 +72,26 @@ def parse_command_line(arguments: Sequence[str]) -> Namespace:
     return get_args_parser().parse_args(arguments)
 
 
-def loader_for(
-    parsed: Namespace,
-    default_path: str,
-    check: Callable[[DictConfig], None],
-    check_searchpath: Callable[[Any], None],
-) -> CheckedLoader:
-    """The loader of a command line; see `CheckedLoader`."""
-    search_path = create_automatic_config_search_path(None, "kdist.cli", parsed.config_path or default_path)
-    if parsed.config_dir:
-        search_path.prepend("command-line", f"file://{Path(parsed.config_dir).absolute()}", SearchPathQuery("schema"))
-    return CheckedLoader(search_path, check, check_searchpath)
+def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> Exception | None:
+    """Calls `task` as `@hydra.main` does, in a sweep for each trial; the config is not composed again.
 
-
-def load_config(
-    loader: CheckedLoader, parsed: Namespace, default_name: str, overrides: Sequence[str] = ()
-) -> DictConfig:
-    """The config of a command line, with Hydra's own part, which `hydra.compose` leaves incomplete in a sweep.
-
-    Args:
-        overrides: after those of the command line.
+    Returns:
+        The error that ended the job; None in a sweep.
     """
-    JobRuntime.instance().set("name", "kdist")
-    mode = RunMode.MULTIRUN if parsed.multirun else RunMode.RUN
-    # Hydra would write `.hydra` before it is known whether another process has the run dir.
-    given = [*parsed.overrides, *overrides, f"hydra.mode={mode.name}", "hydra.output_subdir=null"]
-    return loader.load_configuration(parsed.config_name or default_name, given, mode)
-
-
-def run(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Calls `task` as `@hydra.main` does, with a config that is composed, which is not composed again."""
-    with _hydra(config, loader) as context:
-        context.callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-        done = run_job(
-            hydra_context=context,
-            task_function=task,
-            config=config,
-            job_dir_key="hydra.run.dir",
-            job_subdir_key=None,
-        )
-        context.callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=done)
-        _ = done.return_value
-
-
-def sweep(config: DictConfig, loader: CheckedLoader, task: Callable[[DictConfig], Any]) -> None:
-    """Lets the sweeper of a config call `task` for each trial, with the launcher of the config."""
-    with _hydra(config, loader) as context:
-        context.callbacks.on_multirun_start(config=config, config_name=config.hydra.job.config_name)
-        sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
-        overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        sweeper.sweep(arguments=overrides)
-        context.callbacks.on_multirun_end(config=config, config_name=config.hydra.job.config_name)
-
-
-@contextmanager
-def _hydra(config: DictConfig, loader: CheckedLoader) -> Iterator[HydraContext]:
-    """Initializes Hydra for this config, and its own logging."""
-    GlobalHydra.instance().initialize(Hydra(config.hydra.job.name, loader))
+    hydra = Hydra(config.hydra.job.name, loader)
+    GlobalHydra.instance().initialize(hydra)
     try:
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-        yield HydraContext(config_loader=loader, callbacks=Callbacks(config))
+        name = config.hydra.job.config_name
+        with replaced(hydra, compose_config=lambda **_: config):
+            if config.hydra.mode == RunMode.MULTIRUN:
+                hydra.multirun(name, task, [])
+                return None
+            # Hydra's own property prints a message before it raises the error of the job.
+            outcome = property(lambda job: job._return_value, lambda job, value: setattr(job, "_return_value", value))
+            with replaced(JobReturn, return_value=outcome):
+                value = hydra.run(name, task, []).return_value
+        return value if isinstance(value, Exception) else None
     finally:
         GlobalHydra.instance().clear()
 

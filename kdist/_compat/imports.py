@@ -3,8 +3,6 @@
 `TF_CPP_MIN_LOG_LEVEL` gets a default, and counts from the first message on: TensorFlow's libraries write to standard
 error while they are loaded, before they look at the level. The import passes through a filter, which drops the messages
 below the level. The filter is a process: should the import abort, TensorFlow's messages about it are shown.
-
-Matplotlib warns of a home directory that cannot be written, although it finds another place.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -43,10 +41,11 @@ for line in sys.stdin.buffer:
 
 
 def make_quiet() -> None:
-    """Makes these imports quiet; a module that has been imported is left alone."""
-    for name, execute in {"tensorflow": _execute_tensorflow, "matplotlib": _execute_matplotlib}.items():
-        if name not in sys.modules:
-            sys.meta_path.insert(0, _Finder(name, execute))
+    """Makes these imports quiet; TensorFlow that has been imported is left alone."""
+    # Matplotlib warns of a home directory that cannot be written, although it finds another place.
+    logging.getLogger("matplotlib").addFilter(lambda record: record.funcName != "_get_config_or_cache_dir")
+    if "tensorflow" not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
 
 
 @contextmanager
@@ -76,60 +75,30 @@ def quick_import(*, keras: bool = True) -> Iterator[None]:
             gc.enable()
 
 
-def default_level() -> str:
-    """The level of TensorFlow's messages if the user has not set one.
-
-    Without a GPU, fatal errors: others are about the GPU that is missing, or are raised as exceptions, too. With one,
-    warnings and errors.
-    """
-    return "1" if has_gpu() else "3"
-
-
 def has_gpu() -> bool:
     return any(Path(path).exists() for path in _GPUS)
 
 
 class _Finder(MetaPathFinder):
-    """Finds a module where Python does, and lets `execute` execute it: a function of the module and its loader's own.
-
-    It is there until the module has been imported once.
-    """
-
-    def __init__(self, name: str, execute: Callable[[Any, Callable[[Any], None]], None]) -> None:
-        self._name = name
-        self._execute = execute
+    """Finds TensorFlow where Python does, but executes it quietly; it goes when TensorFlow has been imported once."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name or (spec := PathFinder.find_spec(fullname, path, target)) is None:
+        if fullname != "tensorflow" or (spec := PathFinder.find_spec(fullname, path, target)) is None:
             return None
         loader: Any = spec.loader
-        original = loader.exec_module
+        execute = loader.exec_module
 
-        def execute(module: Any) -> None:
+        def execute_quietly(module: Any) -> None:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._execute(module, original)
+            with _level() as level, _filtered(level):
+                execute(module)
+                if level in ("1", "2") and not has_gpu():
+                    # TensorFlow looks for GPUs once, and calls it an error that there is none.
+                    module.config.list_physical_devices("GPU")
 
-        loader.exec_module = execute
+        loader.exec_module = execute_quietly
         return spec
-
-
-def _execute_tensorflow(module: Any, execute: Callable[[Any], None]) -> None:
-    with _level() as level, _filtered(level):
-        execute(module)
-        if level in ("1", "2") and not has_gpu():
-            # TensorFlow looks for GPUs once, and calls it an error that there is none.
-            module.config.list_physical_devices("GPU")
-
-
-def _execute_matplotlib(module: Any, execute: Callable[[Any], None]) -> None:
-    logger = logging.getLogger("matplotlib")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        execute(module)
-    finally:
-        logger.setLevel(before)
 
 
 @contextmanager
@@ -138,7 +107,8 @@ def _level() -> Iterator[str]:
     if LEVEL in os.environ:
         yield os.environ[LEVEL]
         return
-    os.environ[LEVEL] = default_level()
+    # Without a GPU, fatal errors only: others are about the GPU that is missing, or are raised as exceptions, too.
+    os.environ[LEVEL] = "1" if has_gpu() else "3"
     try:
         yield os.environ[LEVEL]
     finally:

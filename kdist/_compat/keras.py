@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -20,6 +20,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.utils import is_default
 
+from kdist._compat.replaced import replaced
 from kdist._compat.tensorflow import outside_of_functions
 
 
@@ -55,11 +56,6 @@ def call(model: keras.Model, x: Any, *, training: bool) -> Any:
 def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Any:
     """The loss as Keras's trainers compute it: for an overridden `compute_loss` with or without `training`."""
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
-
-
-def track_loss(model: keras.Model, loss: tf.Tensor, num_examples: Any) -> None:
-    """Adds a loss to the metric that `fit` shows as `loss`."""
-    model._loss_tracker.update_state(loss, sample_weight=num_examples)
 
 
 @dataclass(frozen=True)
@@ -116,12 +112,10 @@ def record_reductions(
         return update(values, sample_weight if count is None else count(found[-1], sample_weight))
 
     compiled: Any = getattr(model, "_compile_loss", None) if count is not None else None
-    metrics: list[keras.metrics.Metric] = []
 
     def count_losses() -> None:
-        metrics.extend(compiled.metrics)
-        for metric in metrics:
-            object.__setattr__(metric, "update_state", partial(count_loss, metric.update_state))
+        for metric in compiled.metrics:
+            inside.enter_context(replaced(metric, update_state=partial(count_loss, metric.update_state)))
 
     def build(*arguments: Any) -> None:
         type(compiled).build(compiled, *arguments)
@@ -134,21 +128,14 @@ def record_reductions(
         value = aggregate(loss)
         return value * next(of_added) if added_factors else value
 
-    loss_module.reduce_weighted_values = reduce
-    if compiled is not None and compiled.built:
-        count_losses()
-    elif compiled is not None:
-        compiled.build = build
-    object.__setattr__(model, "_aggregate_additional_loss", add)
-    try:
+    with ExitStack() as inside:
+        inside.enter_context(replaced(loss_module, reduce_weighted_values=reduce))
+        inside.enter_context(replaced(model, _aggregate_additional_loss=add))
+        if compiled is not None and compiled.built:
+            count_losses()
+        elif compiled is not None:
+            inside.enter_context(replaced(compiled, build=build))
         yield found
-    finally:
-        loss_module.reduce_weighted_values = original
-        for metric in metrics:
-            object.__delattr__(metric, "update_state")
-        if compiled is not None:
-            vars(compiled).pop("build", None)
-        object.__delattr__(model, "_aggregate_additional_loss")
 
 
 def losses_of_outputs(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -162,7 +149,6 @@ def num_compiled_losses(model: keras.Model) -> int:
 
 
 def has_own_compute_loss(model: keras.Model) -> bool:
-    """Tells whether a model overrides `compute_loss`."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
@@ -212,11 +198,8 @@ def make_variables_at_once() -> Iterator[dict[int, keras.Variable]]:
         with outside_of_scopes():
             original(variable, *arguments, **options)
 
-    BaseVariable.__init__ = init
-    try:
+    with replaced(BaseVariable, __init__=init):
         yield made
-    finally:
-        BaseVariable.__init__ = original
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -283,13 +266,12 @@ class ModelDetails:
             for key, value in {"name": name, **settings}.items():
                 if getattr(layer, key) != value:
                     setattr(layer, key, value)
-        if variables:
-            prefixes = {_slot_prefix(v.path): _slot_prefix(path) for v, path in zip(variables, self.paths)}
-            for variable, path in zip(variables, self.paths):
-                set_path(variable, path)
-            for slot in copy.optimizer.variables if copy.optimizer is not None else ():
-                before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
-                slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
+        prefixes = {_slot_prefix(v.path): _slot_prefix(path) for v, path in zip(variables, self.paths)}
+        for variable, path in zip(variables, self.paths):
+            set_path(variable, path)
+        for slot in copy.optimizer.variables if copy.optimizer is not None else ():
+            before = max((prefix for prefix in prefixes if slot.name.startswith(prefix)), key=len, default="")
+            slot._name = prefixes.get(before, "") + slot.name.removeprefix(before)
 
 
 def _slot_prefix(path: str) -> str:
@@ -457,13 +439,9 @@ class NadamBySteps(keras.optimizers.Nadam):
         numbers = tf.range(1, self._NUM_FACTORS, dtype=dtype)
         factors = tf.where(numbers <= step, 1 - 0.5 * 0.96**numbers, 1)
         product = self.beta_1**step * tf.reduce_prod(factors)
-        variable, attributes = self._u_product, self.__dict__
-        attributes["_u_product"] = product
-        try:
+        with replaced(self, _u_product=product):
             super(keras.optimizers.Nadam, self)._backend_update_step(grads, trainable_variables, learning_rate)
-        finally:
-            attributes["_u_product"] = variable
-        variable.assign(product)
+        self._u_product.assign(product)
 
 
 class Accumulating:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,44 +19,38 @@ _SEEDS = "global_seed_generator"
 _SCOPE = "custom_objects_scope_dict"
 
 
-@dataclass(frozen=True)
-class ProgramSettings:
-    """The settings that a program has made before it trains.
+def settings_here() -> tuple[Mapping[str, Any], ...]:
+    """The settings that this process has made: of Keras for itself and for this thread, and of TensorFlow."""
+    import keras
 
-    Attributes:
-        of_process, of_thread: of Keras.
-        objects: registered with Keras, or of a scope that is entered.
-        of_tensorflow: see `_set_tensorflow`.
-    """
+    of_process = {name: getattr(keras.config, name)() for name in _OF_PROCESS}
+    return of_process, {name: value for name, value in _present().items() if name in _OF_THREAD}, _of_tensorflow()
 
-    of_process: Mapping[str, Any]
-    of_thread: Mapping[str, Any]
-    objects: Mapping[str, Any]
-    of_tensorflow: Mapping[str, Any]
 
-    @classmethod
-    def here(cls) -> ProgramSettings:
-        """Reads the settings of this thread."""
-        import keras
-        from keras.src.saving.object_registration import GLOBAL_CUSTOM_OBJECTS
+def set_here(of_process: Mapping[str, Any], of_thread: Mapping[str, Any], of_tensorflow: Mapping[str, Any]) -> None:
+    """Sets what `settings_here` has returned in this process, and in this thread."""
+    import keras
 
-        of_process = {name: getattr(keras.config, name)() for name in _OF_PROCESS if hasattr(keras.config, name)}
-        objects = {**GLOBAL_CUSTOM_OBJECTS, **(_present().get(_SCOPE) or {})}
-        of_thread = {name: value for name, value in _present().items() if name in _OF_THREAD}
-        return cls(of_process, of_thread, objects, _of_tensorflow())
+    for name, value in of_process.items():
+        getattr(keras.config, f"set_{name}")(value)
+    _present().update(of_thread)
+    _set_tensorflow(of_tensorflow)
 
-    def set(self) -> None:
-        """Sets them in this thread, and in this process."""
-        import keras
-        from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES, GLOBAL_CUSTOM_OBJECTS
 
-        for name, value in self.of_process.items():
-            getattr(keras.config, f"set_{name}")(value)
-        _present().update(self.of_thread)
-        _set_tensorflow(self.of_tensorflow)
-        for name, item in self.objects.items():
-            GLOBAL_CUSTOM_OBJECTS[name] = item
-            GLOBAL_CUSTOM_NAMES[item] = name
+def registered_objects() -> dict[str, Any]:
+    """The objects that are registered with Keras, or of a scope that is entered, by name."""
+    import keras
+
+    return {**keras.saving.get_custom_objects(), **(_present().get(_SCOPE) or {})}
+
+
+def register(objects: Mapping[str, Any]) -> None:
+    """Registers objects with Keras under the names of `registered_objects`."""
+    from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES, GLOBAL_CUSTOM_OBJECTS
+
+    for name, item in objects.items():
+        GLOBAL_CUSTOM_OBJECTS[name] = item
+        GLOBAL_CUSTOM_NAMES[item] = name
 
 
 def as_in_this_thread(function: Callable[[], T]) -> Callable[[], T]:

@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from kdist._compat.replaced import replaced
 from kdist._compat.tensorflow import UninitializedVariable
 
-_is_building: ContextVar[bool] = ContextVar("is_building", default=False)
+#: True while a model is built for parameter servers, for which its values do not matter.
+is_building: ContextVar[bool] = ContextVar("is_building", default=False)
 
 
 class LazyVariable(keras.Variable):
@@ -32,16 +34,6 @@ class LazyVariable(keras.Variable):
     initializer_here: Callable[..., Any] | None
     elsewhere: Exception | None
 
-    @property
-    def made_by(self) -> Callable[..., Any] | None:
-        """The initializer of its values; None from the moment they are here, however they were written."""
-        if self.initializer_here is not None:
-            # TensorFlow is asked: a checkpoint, for one, writes without Keras.
-            with tf.init_scope():
-                if self._value.is_initialized():
-                    self.initializer_here = None
-        return self.initializer_here
-
 
 class _ValueOf(UninitializedVariable):
     """The value of a lazy variable, for TensorFlow."""
@@ -50,23 +42,11 @@ class _ValueOf(UninitializedVariable):
         super().__init__(trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype)
         self._lazy = variable
 
-    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
-        self._make()
-        return super()._read_variable_op(no_copy)
-
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        self._make()
-        return super().sparse_read(indices, name)
-
-    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
-        self._make()
-        return super().gather_nd(indices, name)
-
     def _make(self) -> None:
         """Makes the values if they are needed: not when a model is traced to find shapes, or for other values."""
         variable = self._lazy
         is_eager = tf.executing_eagerly()
-        if in_stateless_scope() or (_is_building.get() and not is_eager) or (make := variable.made_by) is None:
+        if in_stateless_scope() or (is_building.get() and not is_eager) or (make := made_by(variable)) is None:
             return
         if variable.elsewhere is not None:
             raise copy.copy(variable.elsewhere)
@@ -74,20 +54,20 @@ class _ValueOf(UninitializedVariable):
             variable.assign(make(variable.shape, variable.dtype))
 
 
-def _updating(name: str) -> Callable[..., Any]:
-    """The method of a variable of this name, which changes its values: they are made first."""
-    update = getattr(UninitializedVariable, name)
+def _with_values(name: str) -> Callable[..., Any]:
+    """The method of a variable of this name, which reads or changes its values: they are made first."""
+    original = getattr(UninitializedVariable, name)
 
     def method(self: _ValueOf, *args: Any, **kwargs: Any) -> Any:
         self._make()
-        return update(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return method
 
 
 for _name in dir(UninitializedVariable):
-    if _name.startswith(("assign_", "scatter_", "batch_scatter_")):
-        setattr(_ValueOf, _name, _updating(_name))
+    if _name.startswith(("assign_", "scatter_", "batch_scatter_", "_read_variable_op", "sparse_read", "gather_nd")):
+        setattr(_ValueOf, _name, _with_values(_name))
 
 
 @contextmanager
@@ -104,28 +84,23 @@ def lazy_above(num_bytes: int) -> Iterator[None]:
         variable._value = _ValueOf(variable)
 
     # Keras calls it also later, for variables that were made while a model was built symbolically.
-    token = _is_building.set(True)
-    of_tensorflow = keras.Variable._initialize_with_initializer
-    outer = vars(keras.Variable).get("_initialize_with_initializer")
-    keras.Variable._initialize_with_initializer = initialize
+    token, of_tensorflow = is_building.set(True), keras.Variable._initialize_with_initializer
     try:
-        yield
+        with replaced(keras.Variable, _initialize_with_initializer=initialize):
+            yield
     finally:
-        _is_building.reset(token)
-        if outer is None:
-            del keras.Variable._initialize_with_initializer
-        else:
-            keras.Variable._initialize_with_initializer = outer
+        is_building.reset(token)
 
 
 def made_by(variable: keras.Variable) -> Callable[..., Any] | None:
-    """The initializer of a lazy variable; None if a variable has values."""
-    return variable.made_by if isinstance(variable, LazyVariable) else None
-
-
-def is_building() -> bool:
-    """Tells whether a model is being built for parameter servers, for which its values do not matter."""
-    return _is_building.get()
+    """The initializer of a lazy variable; None from the moment its values are here, however they were written."""
+    if not isinstance(variable, LazyVariable) or variable.initializer_here is None:
+        return None
+    # TensorFlow is asked: a checkpoint, for one, writes without Keras.
+    with tf.init_scope():
+        if variable._value.is_initialized():
+            variable.initializer_here = None
+    return variable.initializer_here
 
 
 def hand_over(variable: keras.Variable, why: Exception) -> None:
@@ -145,8 +120,5 @@ def cheap_constants(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             return original(reference_variable, name, lambda shape, dtype: tf.fill(shape, tf.cast(value, dtype)))
         return original(reference_variable, name, initializer)
 
-    vars(optimizer)["add_variable_from_reference"] = add
-    try:
+    with replaced(optimizer, add_variable_from_reference=add):
         yield
-    finally:
-        del vars(optimizer)["add_variable_from_reference"]

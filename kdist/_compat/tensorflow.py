@@ -14,18 +14,20 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.experimental.ops import data_service_ops
-from tensorflow.python.data.ops.iterator_ops import IteratorSpec
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.eager import tape as tape_lib
+from tensorflow.python.eager.context import executor_scope
 from tensorflow.python.eager.executor import Executor
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.function import Defun, _DefinedFunction
 from tensorflow.python.ops import script_ops
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
+from kdist._compat.replaced import replaced
+
 # Imported here for others.
-__all__ = ["IteratorSpec", "UninitializedVariable"]
+__all__ = ["UninitializedVariable", "executor_scope"]
 
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
@@ -38,17 +40,14 @@ _key_bases = itertools.count(0, 1000)
 _function_numbers = itertools.count()
 
 
-def dataset_as_graph(dataset: tf.data.Dataset) -> tf.Tensor:
-    """A dataset as a serialized graph; the public `tf.data.Dataset.save` writes its elements."""
-    return dataset._as_serialized_graph(external_state_policy=tf.data.experimental.ExternalStatePolicy.IGNORE)
-
-
 def forget_traced_functions() -> None:
     """Lets TensorFlow trace its functions for datasets of the tf.data service again.
 
     A function that was traced before tasks joined is unknown to them, and is missing where it is only referred to.
+    TensorFlow keeps them since 2.17.
     """
-    data_service_ops._get_uncompress_func.cache_clear()
+    if kept := getattr(data_service_ops, "_get_uncompress_func", None):
+        kept.cache_clear()
 
 
 def allow_many_next(iterator: Any) -> None:
@@ -210,11 +209,8 @@ def rename_legacy_functions() -> Iterator[None]:
     def init(defun: Defun, *input_types: Any, **options: Any) -> None:
         original(defun, *input_types, **{"func_name": f"kdist_{next(_function_numbers)}", **options})
 
-    Defun.__init__ = init
-    try:
+    with replaced(Defun, __init__=init):
         yield
-    finally:
-        Defun.__init__ = original
 
 
 class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):
@@ -245,11 +241,8 @@ def _numbered_when_traced(original: Callable[..., tf.Tensor]) -> Callable[..., t
         if tf.executing_eagerly() or not tensor.shape.is_fully_defined():
             return original(launcher, tensor, *args, **options)
         keys, group, device = launcher._collective_keys, launcher._group_key, launcher._device
-        launcher._next_instance_key = lambda: keys.get_instance_key(group, device)
-        try:
+        with replaced(launcher, _next_instance_key=lambda: keys.get_instance_key(group, device)):
             return original(launcher, tensor, *args, **options)
-        finally:
-            del launcher._next_instance_key
 
     return collective
 
@@ -271,11 +264,6 @@ class QuietExecutor(Executor):
             super().wait()
         except tf.errors.OpError:
             self.clear_error()
-
-
-def executor_scope(executor: QuietExecutor) -> Any:
-    """Runs the ops of this thread by `executor`."""
-    return context.executor_scope(executor)
 
 
 def server_def() -> tf.train.ServerDef | None:
@@ -304,15 +292,11 @@ def forget_numbers() -> None:
     pywrap_tfe.TFE_ClearScalarCache()
 
 
-def initialize() -> None:
-    """Makes the devices of this process, and of connected tasks, known."""
-    context.ensure_initialized()
-
-
 def session_config() -> tf.compat.v1.ConfigProto:
     """The config that this process runs with; with another one, TensorFlow replaces its local devices."""
+    context.ensure_initialized()
     config = tf.compat.v1.ConfigProto()
-    config.CopyFrom(_configs[0] if _configs else context.context().config)
+    config.CopyFrom(_configs[0])
     # TensorFlow sets this when it makes its context, and does not tell Python.
     config.experimental.disable_optimize_for_static_graph = True
     return config
@@ -327,25 +311,19 @@ def _remember_config() -> None:
     and TensorFlow returns the present settings. If it was made before kdist is used, the present ones must do.
     """
     own = context.context()
-    if own._initialized:
-        _configs.append(own.config)
-        return
     original = own.ensure_initialized
 
     def ensure_initialized() -> None:
-        if not own._initialized and not _configs:
+        if not _configs:
             _configs.append(own.config)
         original()
 
     own.ensure_initialized = ensure_initialized
+    if own._initialized:
+        ensure_initialized()
 
 
 _remember_config()
-
-
-def filters_as_proto(filters: tf.config.experimental.ClusterDeviceFilters) -> Any:
-    """Converts device filters for a custom server definition."""
-    return filters._as_cluster_device_filters()
 
 
 def update_server_def(definition: tf.train.ServerDef) -> None:
@@ -424,21 +402,16 @@ def _deterministic_serialization() -> Iterator[None]:
 @contextmanager
 def exchanges_between_replicas() -> Iterator[list[str]]:
     """In this context, calls of a replica's context that need the other replicas are recorded, by their names."""
-    names, found = ("all_reduce", "all_gather", "merge_call"), list[str]()
-    owners = {name: next(c for c in tf.distribute.ReplicaContext.__mro__ if name in vars(c)) for name in names}
-    originals = {name: vars(owner)[name] for name, owner in owners.items()}
+    kind, found = tf.distribute.ReplicaContext, list[str]()
 
     def recorded(name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
+
         def method(*arguments: Any, **options: Any) -> Any:
             found.append(name)
-            return originals[name](*arguments, **options)
+            return original(*arguments, **options)
 
         return method
 
-    for name, owner in owners.items():
-        setattr(owner, name, recorded(name))
-    try:
+    with replaced(kind, **{name: recorded(name) for name in ("all_reduce", "all_gather", "merge_call")}):
         yield found
-    finally:
-        for name, owner in owners.items():
-            setattr(owner, name, originals[name])

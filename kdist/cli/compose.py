@@ -53,18 +53,14 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
     """The config of a command line, whose Hydra's part is checked, and the loader that composes it again for trials.
 
     Args:
-        parsed: the command line.
         name: of the primary config, if the command line names none.
         overrides: after those of the command line.
-
-    Raises:
-        ConfigError: see `explain_errors`.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import setup_globals
     from hydra.version import setbase
 
-    from kdist._compat.hydra import load_config, loader_for
+    from kdist._compat.hydra import CheckedLoader
     from kdist.cluster.spec import ClusterShape
 
     setup_globals()
@@ -75,13 +71,12 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
             # Hydra parses it as a number where it needs a name, and its message does not help.
             ClusterShape.parse(value)
     with explain_errors(ValueError):
-        loader = loader_for(
+        loader = CheckedLoader(
             parsed,
-            "pkg://kdist.conf",
             partial(check_hydra, overrides=parsed.overrides),
             partial(check_searchpath, overrides=parsed.overrides),
         )
-        config = load_config(loader, parsed, name, overrides)
+        config = loader.load(name, overrides)
         HydraConfig.instance().set_config(config)
     return config, loader
 
@@ -149,17 +144,17 @@ def _with_hooks(arguments: list[str]) -> list[str]:
 def _quote(override: str) -> str:
     """An override in which Hydra can read the value."""
     key, sign, value = override.partition("=")
-    if not sign or _is_readable(override):
+    if not sign or _read(override):
         return override
     has_items = "," in value or value.startswith(("[", "{", "("))
     items = _ITEM_ENDS.split(value) if has_items else [value]
     quoted = f"{key}={''.join(item if item.isascii() else in_quotes(item) for item in items)}"
-    if _is_readable(quoted):
+    if _read(quoted):
         return quoted
-    if _is_readable(f"{key}={in_quotes(value)}"):
+    if _read(as_text := f"{key}={in_quotes(value)}"):
         raise ConfigError(
             f"{override}: cannot be read; if the value is one text, it needs quotes within those of the shell: "
-            f"{_for_a_shell(key, value)}"
+            f"{shlex.quote(as_text)}"
         )
     # Hydra says what is wrong.
     return override
@@ -168,35 +163,15 @@ def _quote(override: str) -> str:
 def in_quotes(value: str) -> str:
     """A value in quotes, as Hydra reads them: a backslash means something before a quote only."""
     stripped = value.strip()
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), stripped)
-    return value.replace(stripped, f"'{escaped}'")
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), stripped)
+    return value.replace(stripped, f'"{escaped}"')
 
 
 def shell_argument(key: str, value: str) -> str:
     """The argument that gives `key` one text as its value, quoted for a shell."""
-    override = f"{key}={value}"
-    return shlex.quote(override) if _text_in(override) == value else _for_a_shell(key, value)
-
-
-def _for_a_shell(key: str, value: str) -> str:
-    # In the double quotes of a shell, and before those of Hydra, they mean something else.
-    if re.search(r'["\\$`!]', value):
-        return shlex.quote(f"{key}={in_quotes(value)}")
-    return f'"{key}=\\"{value}\\""' if "'" in value else f"'{key}=\"{value}\"'"
-
-
-def _is_readable(override: str) -> bool:
-    return _read(override) is not None
-
-
-def _text_in(override: str) -> str | None:
-    """The value as text, as far as it is one text."""
-    from hydra.core.override_parser.types import QuotedString
-
-    if (read := _read(override)) is None:
-        return None
-    value = read.value()
-    return value.text if isinstance(value, QuotedString) else value if isinstance(value, str) else None
+    read = _read(override := f"{key}={value}")
+    # A text that Hydra takes for a number, a list or a sweep needs quotes.
+    return shlex.quote(override if read and read.value() == value else f"{key}={in_quotes(value)}")
 
 
 def _read(override: str) -> Override | None:

@@ -8,7 +8,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from kdist.cluster.spec import Membership
 from kdist.config import targets
 from kdist.config.build import build_model, check_targets, data_arguments, parts_of
 from kdist.config.checks import check_target
-from kdist.config.hparams import CHOSEN, hparams_of, overrides_of_job
+from kdist.config.hparams import hparams_of, overrides_of_job
 from kdist.config.record import record_of
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
@@ -70,15 +70,15 @@ def check_job(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership
         # It may import TensorFlow, which prints messages about every machine.
         with native_log(Path(os.devnull)):
             check_targets(checked)
-            strategy_of(checked)
+            custom_strategy(checked)
     return checked, membership
 
 
-def strategy_of(config: Config) -> str | type[Strategy]:
-    """The name of the strategy, or the class that the config names."""
+def custom_strategy(config: Config) -> type[Strategy] | None:
+    """The class of the strategy, if the config names one."""
     target = config.strategy._target_
     if target is None:
-        return config.strategy.name
+        return None
     from kdist.strategies.base import Strategy
 
     found: Any = targets.resolve("strategy", target, config.run.trust)
@@ -100,11 +100,9 @@ class EndOfSweep(ExitStack):
 def run_job(
     config: DictConfig, trial_dir: str | None = None, *, parsed: Namespace, end_of_sweep: EndOfSweep | None = None
 ) -> None:
-    """One run, in the folder that Hydra has created for it.
+    """One run, in the folder that Hydra has created for it; `trial_dir` is the run dir of a trial of a sweep.
 
-    Args:
-        trial_dir: the run dir, if this is a trial of a sweep.
-        end_of_sweep: ends its fork server, if this is a trial in the process of the sweep.
+    The fork server of trials in the process of their sweep ends with `end_of_sweep`.
     """
     checked, membership = check_job(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -122,7 +120,7 @@ def run_job(
     with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
         from kdist.cluster.local import log_path
-        from kdist.cluster.processes.task_processes import share_fork_server
+        from kdist.cluster.processes.forkserver import share_fork_server
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
         shape = shape_of(checked.cluster, membership)
@@ -155,13 +153,9 @@ def run_job(
 
 
 def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_chief: bool = True) -> None:
-    """Trains as configured, or takes part in the training if this process is not the chief.
+    """Trains as a checked config says, or takes part in the training if this process is not the chief.
 
-    Args:
-        config: checked by `check_targets`.
-        run_dir: the run dir, locked by the caller if it is the chief; None in a process that needs none.
-        origin: the origin of the run, for its result.
-        is_chief: true if this process writes the result of the run.
+    A chief has locked its `run_dir`; it is None in a process that needs none.
     """
     with imports.quick_import():
         import keras
@@ -186,15 +180,14 @@ def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_c
     started = time.time()
     trainer = None
     try:
-        strategy = strategy_of(config)
         trainer = Trainer.of_config(
             config if config.train.epochs is not None else config.with_values(train={"epochs": 1}),
             partial(build_model, config),
-            custom=None if isinstance(strategy, str) else strategy,
+            custom=custom_strategy(config),
             run_dir=run_dir,
             hooks=[*parts_of(config, "hooks", "drill"), *_http_hooks(config)],
             callbacks=parts_of(config, "callbacks"),
-            hparams=hparams_of(asdict(config), overrides_of_job(), [*CHOSEN, *config.run.hparams]),
+            hparams=hparams_of(asdict(config), overrides_of_job(), ["train.batch_size", *config.run.hparams]),
             origin=origin,
         )
         # Built now, so that its errors are found before anything starts.
@@ -239,7 +232,12 @@ def take_part(as_composed: DictConfig, config: Config, membership: Membership) -
     grace_secs = grace_secs_of(config.run.grace_secs, os.environ)
     with signals.task_signals(membership.task, grace_secs, config.run.stop_signals) as stop:
         try:
-            with _health_server(config, membership, stop):
+            with ExitStack() as health:
+                if (port := config.run.health_port) is not None:
+                    from kdist.cluster.network.http_server import health_of_task, health_server
+
+                    of_task = health_of_task(membership, port, lambda: stop.is_serving)
+                    health.enter_context(health_server(port, of_task))
                 _serve(record_of(as_composed), config, membership, stop)
         except ClusterError as error:
             stays = config.cluster.wait_for_next_chief and not membership.evaluates
@@ -269,13 +267,3 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
                 fingerprint=TaskFingerprint.of(membership.spec, known),
                 log_device_placement=logs_devices,
             )
-
-
-def _health_server(config: Config, membership: Membership, stop: signals.TaskSignals) -> AbstractContextManager[object]:
-    """While entered, this task answers at `run.health_port`, if there is one."""
-    from kdist.cluster.network.http_server import health_of_task, health_server
-
-    port = config.run.health_port
-    if port is None:
-        return nullcontext()
-    return health_server(port, health_of_task(membership, port, lambda: stop.is_serving))

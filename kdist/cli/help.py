@@ -6,7 +6,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import resources
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -105,10 +105,9 @@ def _describe_hooks() -> Iterable[str]:
 
 def _walk(schema: type, prefix: str = "") -> Iterable[tuple[str, str, str]]:
     """Every key of a schema with its default and its meaning."""
-    meanings = _field_docstrings(schema)
+    meanings, defaults = _field_docstrings(schema), schema()
     for item in fields(schema):
-        make_default: Any = item.default_factory
-        value = make_default() if item.default is MISSING else item.default
+        value = getattr(defaults, item.name)
         # As a user types it.
         listed = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
         default = "null" if value is None else listed

@@ -24,13 +24,7 @@ from kdist.fit import signals
 
 
 class Command(NamedTuple):
-    """A subcommand.
-
-    Attributes:
-        module: the module whose `run` takes its arguments and returns the exit code.
-        usage: an example of its arguments.
-        summary: its work, in a line of `kdist --help`.
-    """
+    """A subcommand: the module whose `run` takes its arguments and returns the exit code, and its line of `--help`."""
 
     module: str
     usage: str

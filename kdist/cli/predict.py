@@ -14,7 +14,6 @@ from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from kdist.config.schema import Config
-    from kdist.evaluation.trained_run import TrainedRun
 
 _DESCRIPTION = """\
 Predicts with a checkpoint of a run, and writes what comes out to a file, row by row in the order of the input.
@@ -41,7 +40,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _predict(given: Namespace) -> str:
-    from kdist.data.table_files import FORMATS, write_table
+    from kdist.data.table_files import FORMATS, read_table, write_table
     from kdist.storage.files import written_whole
 
     source, output = str(given.input), Path(given.output)
@@ -50,9 +49,12 @@ def _predict(given: Namespace) -> str:
         raise ConfigError(f"--input={source}: unknown format; give {', '.join(FORMATS)}, or package.function")
     _check_output(output, FORMATS, may_exist=given.overwrite)
     with load_trained_run(given, needs_data=False) as (run, config):
-        from kdist.model.named_inputs import named_outputs
+        from kdist.model.named_inputs import inputs_from, named_outputs
 
-        x = _inputs_of(source, run) if is_file else _call(source, config)
+        if is_file:
+            x = inputs_from(read_table(Path(source)), run.model, run.batch_spec, source)
+        else:
+            x = _call(source, config)
         outputs = named_outputs(run.predict(x, config.train.batch_size), run.model)
         try:
             with written_whole(output) as unfinished:
@@ -72,14 +74,6 @@ def _check_output(path: Path, formats: tuple[str, ...], *, may_exist: bool) -> N
         raise ConfigError(f"--output={path}: exists" + ("" if path.is_dir() else "; --overwrite replaces it"))
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--output={path}: cannot be written: there is no folder {path.parent} to write to")
-
-
-def _inputs_of(source: str, run: TrainedRun) -> Any:
-    from kdist.data.table_files import read_table
-    from kdist.model.named_inputs import inputs_from
-
-    columns = read_table(Path(source))
-    return inputs_from(columns, run.model, run.batch_spec, source)
 
 
 def _call(source: str, config: Config) -> Any:

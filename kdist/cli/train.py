@@ -31,8 +31,6 @@ from kdist.storage.mirror import chief_folder, lock_of
 from kdist.version import __version__
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from kdist.sweeps.sweep import Sweep
 
 
@@ -46,12 +44,6 @@ def run(arguments: list[str]) -> int:
         return 0
     # A config that is wrong is reported in this form, too.
     log.use("json" if "run.log_format=json" in arguments else "text")
-    _run_hydra(arguments)
-    return 0
-
-
-def _run_hydra(arguments: list[str]) -> None:
-    """Runs the job, or with `-m` all trials of a sweep."""
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
 
@@ -64,6 +56,7 @@ def _run_hydra(arguments: list[str]) -> None:
         _show(parsed, arguments)
     else:
         _run_once(parsed)
+    return 0
 
 
 def _run_once(parsed: Namespace) -> None:
@@ -79,31 +72,22 @@ def _run_once(parsed: Namespace) -> None:
     if membership is not None and not membership.is_chief:
         take_part(for_job, checked, membership)
         return
-    failures: list[Exception] = []
-
-    def job(config: DictConfig) -> None:
-        # Hydra would print a traceback of its own.
-        try:
-            run_job(config, parsed=parsed)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
     with _explain_hydra_errors():
         if has_own_run_dir(config):
             config.run.dir = str(make_new(Path(checked.run.dir)))
         folder = Path(str(config.hydra.run.dir))
         lock_of(chief_folder(checked.run.dir, folder, checked.run.storage_timeout)).check()
         make_private(folder)
-        run(config, loader, job)
-    if failures:
-        raise failures[0]
+        error = run(config, loader, partial(run_job, parsed=parsed))
+    if error is not None:
+        raise error
 
 
 def _run_sweep(parsed: Namespace) -> None:
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
     from omegaconf import OmegaConf
 
-    from kdist._compat.hydra import sweep as run_trials
+    from kdist._compat.hydra import run
     from kdist.cli.experiment import EndOfSweep, run_job
     from kdist.cli.hydra_plugins import has_own_run_dir
     from kdist.config.schema import RunConfig
@@ -125,7 +109,7 @@ def _run_sweep(parsed: Namespace) -> None:
         with EndOfSweep() as end_of_sweep, _explain_hydra_errors():
             make_private(folder.path)
             run_trial = partial(run_job, parsed=parsed, end_of_sweep=end_of_sweep)
-            run_trials(config, loader, TrialRunner(folder, run_trial, print_error))
+            run(config, loader, TrialRunner(folder, run_trial, print_error))
     finally:
         sweep = Sweep(folder, metric, mode)
         if sweep.trials:
@@ -173,11 +157,8 @@ def _show(parsed: Namespace, arguments: list[str]) -> None:
         compose(parsed)
     sys.argv = [sys.argv[0], *arguments]
     with _explain_hydra_errors():
-        hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")(_nothing)()
-
-
-def _nothing(_: DictConfig) -> None:
-    """The job of a command that only prints."""
+        only_print = hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")
+        only_print(lambda _: None)()
 
 
 @contextmanager

@@ -8,19 +8,19 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from kdist import log
 from kdist._compat.hydra import parse_command_line
-from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors
+from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors, without_hydra
 from kdist.cli.hydra_plugins import register
 from kdist.cli.main import exit_code_of, native_log
 from kdist.cluster.network import isolate
@@ -79,10 +79,7 @@ def parser_for(command: str, description: str) -> ArgumentParser:
 
 
 def run_command(arguments: list[str], parser: ArgumentParser, command: Callable[[Namespace], str]) -> int:
-    """Runs a command and prints what it returns; returns the exit code.
-
-    What the user's code prints goes to standard error.
-    """
+    """Prints the result of a command, and what the user's code prints to standard error; returns the exit code."""
 
     def run() -> None:
         given = parser.parse_intermixed_args(arguments)
@@ -102,14 +99,8 @@ def load_trained_run(
     """Yields the run that a command names, and its config.
 
     Args:
-        given: the arguments of the command.
         needs_data: true if the command cannot do without the data of the config.
-        data: makes the data for which a model is built, if it needs some, with the preprocessing of the model; None:
-            the data of the run.
-
-    Raises:
-        ConfigError: there is no such run dir or checkpoint, or its record cannot be used.
-        KdistError: object storage failed; a retry may help.
+        data: makes the data for which a model is built, with the preprocessing of the model; None: that of the run.
     """
     if not is_url(given.run_dir) and not Path(given.run_dir).is_dir():
         raise ConfigError(f"{given.run_dir}: there is no such run dir")
@@ -142,14 +133,13 @@ def load_trained_run(
 def _logs() -> Iterator[Path]:
     """Yields a folder for the logs of tasks, which stays if the cluster failed."""
     folder = Path(tempfile.mkdtemp(prefix="kdist-"))
-    try:
-        yield folder
-    except ClusterError as error:
-        raise ClusterError(f"{error}\n  logs: {folder}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as end:
+        end.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except ClusterError as error:
+            end.pop_all()
+            raise ClusterError(f"{error}\n  logs: {folder}") from error
 
 
 def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any:
@@ -157,17 +147,8 @@ def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any
 
     if config.data is None:
         raise ConfigError("building the model needs its data, and the run recorded none; give data=...")
-    data = data_arguments(config)
-    x, y, sample_weight = (data.get(name) for name in ("x", "y", "sample_weight"))
-    return training_data(
-        x,
-        y,
-        sample_weight,
-        batch_size=config.train.batch_size,
-        class_weight=data.get("class_weight"),
-        seed=0,
-        preprocess=preprocess,
-    )
+    data = {name: value for name, value in data_arguments(config).items() if not name.startswith("validation_")}
+    return training_data(**data, batch_size=config.train.batch_size, seed=0, preprocess=preprocess)
 
 
 def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
@@ -200,14 +181,8 @@ def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) ->
     node = {"model": {"_target_": None}, "data": {"_target_": None}, **recorded}
     node = {key: value for key, value in node.items() if key not in chosen}
     ConfigStore.instance().store(_NAME, {"defaults": ["kdist_schema", *groups, "_self_"], **node})
-    parsed = parse_command_line(overrides)
-    return _check(compose(parsed, _NAME)[0], overrides)
-
-
-def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
     with explain_errors(ValueError):
-        with open_dict(config):
-            del config["hydra"]
+        config = without_hydra(compose(parse_command_line(overrides), _NAME)[0])
         if OmegaConf.select(config, "data._target_") is None:
             config.data = None
         check_keys(config, Config)
@@ -218,11 +193,7 @@ def _check(config: DictConfig, overrides: Sequence[str]) -> Config:
 
 
 def _read(run: RunDir) -> dict[str, Any]:
-    """The recorded config, resolved, as far as it matters now.
-
-    Raises:
-        ConfigError: there is no record of a run.
-    """
+    """The recorded config, resolved, as far as it matters now."""
     hydra, result = run.file(".hydra/config.yaml"), run.read_result()
     if hydra is None and not result and not run.checkpoints().steps():
         sweep = "; it is the folder of a sweep: give that of a trial" if run.file("multirun.yaml") else ""
@@ -233,23 +204,17 @@ def _read(run: RunDir) -> dict[str, Any]:
         raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
     check_record(config)
     with explain_errors(ValueError):
-        kept = {group: _resolve(config, group) for group in _WHOLE}
-        kept |= {group: {key: _resolve(config, f"{group}.{key}") for key in keys} for group, keys in _PARTS.items()}
+        kept = {group: node for group in _WHOLE if (node := _resolve(config, group)) is not None}
+        for group, keys in _PARTS.items():
+            kept[group] = {key: value for key in keys if (value := _resolve(config, f"{group}.{key}")) is not None}
         if (size := _resolve(config, "fit.validation_batch_size")) is not None:
             kept["train"]["batch_size"] = size
-        _check_version(kept["optimizer"], result)
-        return {
-            group: {key: value for key, value in node.items() if value is not None} if group in _PARTS else node
-            for group, node in kept.items()
-            if node is not None
-        }
-
-
-def _check_version(optimizer: Any, result: dict[str, Any]) -> None:
-    """Refuses a record of another version that this one would misread."""
-    by = f"was trained by kdist {result.get('versions', {}).get('kdist', 'of another version')}; this is {__version__}"
-    if unknown := sorted(set(optimizer or ()) - {item.name for item in fields(OptimizerConfig)}):
-        raise ConfigError(f"{by}, which knows no {', '.join(f'optimizer.{name}' for name in unknown)}")
+        # This version would misread a record of another one.
+        if unknown := sorted(set(kept.get("optimizer", ())) - {item.name for item in fields(OptimizerConfig)}):
+            by = result.get("versions", {}).get("kdist", "of another version")
+            names = ", ".join(f"optimizer.{name}" for name in unknown)
+            raise ConfigError(f"was trained by kdist {by}; this is {__version__}, which knows no {names}")
+        return kept
 
 
 def _resolve(config: Any, key: str) -> Any:

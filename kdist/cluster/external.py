@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
@@ -18,11 +17,9 @@ from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell
 from kdist.cluster.processes.child import end_children, start_child, task_environment
 from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import Cluster, ClusterSpec, Task
+from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
 from kdist.log import warn
-
-if TYPE_CHECKING:
-    from kdist.config.schema import ClusterConfig
 
 _STOP_SECS = 5.0
 _POLL_SECS = 0.2

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing import connection
 from pathlib import Path
-from typing import IO
 
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
-from kdist.cluster.processes.forkserver import TaskProgram
+from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.server import READY, TaskOptions
-from kdist.cluster.processes.task_processes import fork_server, start_task
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -28,32 +26,22 @@ _STOP_SECS = 2.0
 _GUARD_EXTRA_SECS = 20.0
 
 
-def thread_budget(job: str, shape: ClusterShape, cores: int) -> tuple[int, int]:
-    """Threads (intra-op, inter-op) of one task, so that all tasks together fit `cores`.
+def share_of_machine(
+    task: Task, shape: ClusterShape, cores: Sequence[int] | None = None
+) -> tuple[int, int, list[int] | None]:
+    """The threads of a task (intra-op, inter-op), so that all tasks fit `cores`, and those that it is bound to, if any.
 
     Workers compute and share the cores; parameter servers mostly move memory. With fewer than two inter-op threads, a
-    step that waits for another task could block that task.
+    step that waits for another task could block that task. A step passes through dozens of threads, most of which wait
+    for the previous one: if there is at most one core per worker, waking a thread on another core costs more than the
+    work of the thread. `cores` of None are those that this process may use.
     """
-    share = max(1, cores // shape.num_workers) if job == "worker" else 1
-    return share, max(2, 2 * share)
-
-
-def cores_of(task: Task, shape: ClusterShape, cores: Sequence[int]) -> list[int] | None:
-    """The cores that a task is bound to; None if there are enough for the system to choose well.
-
-    A step passes through dozens of threads, most of which wait for the previous one. If there is at most one core per
-    worker, waking a thread on another core costs more than the work of the thread.
-    """
-    return None if len(cores) > shape.num_workers else [cores[task.index % len(cores)]]
-
-
-def share_of_machine(task: Task, shape: ClusterShape) -> tuple[int, int, list[int] | None]:
-    """The `thread_budget` and `cores_of` a task, of the cores that this process may use."""
-    if not hasattr(os, "sched_getaffinity"):
-        # The system cannot bind a process.
-        return (*thread_budget(task.job, shape, os.cpu_count() or 1), None)
-    cores = sorted(os.sched_getaffinity(0))
-    return (*thread_budget(task.job, shape, len(cores)), cores_of(task, shape, cores))
+    can_bind = hasattr(os, "sched_getaffinity")
+    if cores is None:
+        cores = sorted(os.sched_getaffinity(0)) if can_bind else range(os.cpu_count() or 1)
+    share = max(1, len(cores) // shape.num_workers) if task.job == "worker" else 1
+    is_bound = can_bind and len(cores) <= shape.num_workers
+    return share, max(2, 2 * share), [cores[task.index % len(cores)]] if is_bound else None
 
 
 def log_path(log_dir: Path, task: Task) -> Path:
@@ -138,7 +126,7 @@ class LocalCluster(Cluster):
             # A process that has exited is among the lost ones.
             if child.poll() is not None:
                 self._starting.discard(task)
-            elif _can_read(child.stdout):
+            elif connection.wait([child.stdout.fileno()], 0.0):
                 self._starting.discard(task)
                 # Not before: a task that is not forked yet has no process id.
                 self._watch_over([task])
@@ -150,7 +138,7 @@ class LocalCluster(Cluster):
 
     def lost_tasks(self) -> dict[Task, str]:
         ended = {task: child for task, child in self._children.items() if child.poll() is not None}
-        if ended and self._guard is not None and _can_read(self._guard.stdout):
+        if ended and self._guard is not None and connection.wait([self._guard.stdout.fileno()], 0.0):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
         killed = f"was stopped for {self._guard_secs:g} s and killed"
         return {
@@ -182,28 +170,17 @@ class LocalCluster(Cluster):
         return start_task(self._fork_server, program, self._config.start_timeout)
 
     def _wait_until_ready(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for task, child in self._children.items():
-                selector.register(child.stdout, selectors.EVENT_READ, task)
-            deadline = min(child.deadline for child in self._children.values())
-            while waiting := {key.data for key in selector.get_map().values()}:
-                events = selector.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    late = sorted(waiting, key=str)
-                    raise ClusterError(
-                        f"{', '.join(map(str, late))} did not respond within {self._config.start_timeout:g} s "
-                        "(cluster.start_timeout)" + self._children[late[0]].log_tail()
-                    )
-                for key, _ in events:
-                    if os.read(key.fd, len(READY)) != READY:
-                        child = self._children[key.data]
-                        raise ClusterError(
-                            f"{key.data} exited while starting ({child.how_it_ended()}){child.log_tail()}"
-                        )
-                    selector.unregister(key.fileobj)
-
-
-def _can_read(pipe: IO[bytes]) -> bool:
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        return bool(selector.select(0.0))
+        waiting = {child.stdout.fileno(): task for task, child in self._children.items()}
+        deadline = min(child.deadline for child in self._children.values())
+        while waiting:
+            if not (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
+                late = sorted(waiting.values(), key=str)
+                raise ClusterError(
+                    f"{', '.join(map(str, late))} did not respond within {self._config.start_timeout:g} s "
+                    "(cluster.start_timeout)" + self._children[late[0]].log_tail()
+                )
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                task = waiting.pop(pipe)
+                if os.read(pipe, len(READY)) != READY:
+                    child = self._children[task]
+                    raise ClusterError(f"{task} exited while starting ({child.how_it_ended()}){child.log_tail()}")

@@ -12,15 +12,13 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdist.cluster import slurm
 from kdist.cluster.network.names import check_private
 from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
+from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kdist.config.schema import ClusterConfig
 
 # A host name, an IPv4 address, or an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")

@@ -7,8 +7,8 @@ TensorFlow's own `SlurmClusterResolver` needs GPUs on every node, and takes ever
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from kdist.cluster.spec import EVALUATOR, ClusterShape, ClusterSpec, Membership
@@ -115,12 +115,9 @@ def _numbers_in(text: str) -> list[str]:
 
 def _addresses(nodes: list[str], environment: Mapping[str, str]) -> list[str]:
     """The address of each task by rank: its node, and a port that no other task of this node has."""
-    ports, used = _ports(environment, max(Counter(nodes).values())), Counter[str]()
-    addresses = []
-    for node in nodes:
-        addresses.append(f"{node}:{ports[used[node]]}")
-        used[node] += 1
-    return addresses
+    ports = _ports(environment, max(Counter(nodes).values()))
+    unused = defaultdict[str, Iterator[int]](lambda: iter(ports))
+    return [f"{node}:{next(unused[node])}" for node in nodes]
 
 
 def _ports(environment: Mapping[str, str], count: int) -> list[int]:

@@ -59,10 +59,9 @@ class ClusterShape:
         if match is None:
             raise ConfigError(f"cluster={text}: not the form {_FORM}")
         num_ps, num_workers, num_evaluators = (None if n is None else int(n) for n in match.groups())
-        if num_workers == 0:
-            raise ConfigError(f"cluster={text}: no worker; the form is {_FORM}")
-        if num_ps == 0:
-            raise ConfigError(f"cluster={text}: no parameter server; the form is {_FORM}")
+        for number, job in ((num_workers, "worker"), (num_ps, "parameter server")):
+            if number == 0:
+                raise ConfigError(f"cluster={text}: no {job}; the form is {_FORM}")
         if num_evaluators is not None and (num_evaluators != 1 or num_ps is None):
             raise ConfigError(f"cluster={text}: there is one evaluator, beside parameter servers: as in 2ps2w1e")
         return cls(num_ps or 0, num_workers or 0, num_evaluators == 1)
@@ -124,14 +123,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Membership:
-    """The role of this process in a cluster whose tasks are started one by one.
-
-    Attributes:
-        started_by_kdist: whether a program that uses kdist started the tasks, on this machine, for one of its fits.
-    """
+    """The role of this process in a cluster whose tasks are started one by one."""
 
     spec: ClusterSpec
     task: Task
+    #: Whether a program that uses kdist started the tasks, on this machine, for one of its fits.
     started_by_kdist: bool = False
 
     @property
@@ -181,11 +177,7 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, *, will_resume: bool = False) -> None:
-        """Stops the cluster, within a few seconds; may be called repeatedly.
-
-        Args:
-            will_resume: whether the run is not at its end, so that another chief will resume it.
-        """
+        """Stops the cluster, within a few seconds, also repeatedly; the run is not at its end if it `will_resume`."""
 
     def silent_tasks(self) -> set[Task]:
         """The tasks that do not respond, and do not count as lost yet; none on this machine."""

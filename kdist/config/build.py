@@ -18,11 +18,7 @@ DATA_ARGUMENTS = ("x", "y", "sample_weight", "class_weight", "validation_data", 
 
 
 def check_targets(config: Config) -> None:
-    """Imports the targets of the config, if they are trusted, and checks their arguments; calls nothing.
-
-    Raises:
-        ConfigError: names the key, the target and the mistake.
-    """
+    """Imports the targets of the config, if they are trusted, and checks their arguments; calls nothing."""
     called = targets.nodes_to_call(vars(config))
     others = {"optimizer.learning_rate": config.optimizer.learning_rate, "loss": config.loss, "metrics": config.metrics}
     if config.strategy._target_ is not None:
@@ -46,11 +42,7 @@ def parts_of(config: Config, *groups: str) -> list[Any]:
 
 
 def build_model(config: Config) -> keras.Model:
-    """The model of the config, compiled as by its function, with the changes of the config.
-
-    Raises:
-        ConfigError: an unknown optimizer, loss, metric or argument.
-    """
+    """The model of the config, compiled as by its function, with the changes of the config."""
     import keras
 
     from kdist._compat.keras import compile_arguments

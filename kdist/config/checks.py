@@ -1,4 +1,4 @@
-"""Checks of user input, and of Keras's backend: each raises one message with the key, the value and what is allowed."""
+"""Checks of user input, and of Keras's backend: a `ConfigError` has the key, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from kdist.errors import ConfigError
 
 
 def check_whole_number(key: str, value: object, at_least: int = 1, *, required: bool = False) -> None:
-    """Refuses anything but a whole number of at least `at_least`; None means not given, and passes unless `required`.
-
-    Raises:
-        ConfigError: as does every other check here.
-    """
+    """Refuses all but whole numbers of at least `at_least`; None means not given, and passes unless `required`."""
     if value is None and not required:
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < at_least:
@@ -99,11 +95,7 @@ _TENSORFLOW = "tensorflow"
 
 
 def require_tensorflow() -> None:
-    """Checks which backend Keras uses, or will use; a command ends with the sentence and exit code 2.
-
-    Raises:
-        ConfigError: it is not TensorFlow.
-    """
+    """Refuses another backend of Keras than TensorFlow; a command ends with the sentence and exit code 2."""
     where, backend = _backend()
     if backend == _TENSORFLOW:
         return

@@ -7,19 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 SEED = "run.seed"
-#: Config keys that every run shows, besides those that it overrides; `of_run` adds others.
-CHOSEN = ("train.batch_size",)
 
 
 def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequence[str]) -> dict[str, Any]:
-    """The hyperparameters of a run: the keys that it overrides, including swept ones, and the `chosen` ones.
+    """The hyperparameters of a run: the keys that the command line overrides, and `chosen` ones of the resolved config.
 
-    Args:
-        config: the whole config, resolved.
-        overrides: `key=value`, of the command line.
-
-    Returns:
-        Numbers, booleans and texts by key. The choice of a group (`optimizer=adam`) is a text; None is omitted.
+    The choice of a group (`optimizer=adam`) is a text; None is omitted.
     """
     # Not resolved: the value of ${oc.env:PASSWORD} may be a secret.
     found: dict[str, Any] = {key: value_of(text) for key, text in by_key(overrides).items() if is_of_training(key)}
@@ -32,13 +25,7 @@ def hparams_of(config: Mapping[str, Any], overrides: Sequence[str], chosen: Sequ
 
 
 def of_run(strategy: str, cluster: str, learning_rate: float, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a run that begins, with the values that `auto` stands for.
-
-    Args:
-        strategy, cluster: as resolved.
-        learning_rate: at step 0.
-        hparams: the others; a schedule in the place of the learning rate is replaced by its start.
-    """
+    """The hyperparameters of a run that begins, with what `auto` stands for, and the learning rate at step 0."""
     return {**hparams, "cluster": cluster, "strategy": strategy, "optimizer.learning_rate": learning_rate}
 
 

@@ -37,10 +37,6 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
     Launchers, sweepers and callbacks are those of installed plugins, or callbacks of trusted packages; logs are files
     in the run dir; variables of the environment, which may name libraries to load, and text for launchers and sweepers,
     which some of them run, come from the command line.
-
-    Args:
-        config: composed, with Hydra's part.
-        overrides: of the command line.
     """
     from omegaconf import OmegaConf
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 from omegaconf.resolvers import oc
 
 from kdist.errors import ConfigError
@@ -19,6 +19,10 @@ _ENVIRONMENT = "oc.env"
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 50
 _INTERPOLATION = re.compile(r"\$\{[^}]*")
+_INNERMOST = re.compile(r"\$\{([^\s${}:,.][^\s${}:,]*)\}")
+#: References whose keys are computed.
+_COMPUTED = re.compile(r"\$\{([^:}]*|oc\.(select|dict)[^},]*)\$\{")
+#: All that may be the key of a value between `${` and `}`.
 _REFERENCE = re.compile(r"[^\s${}:,'\"()]+")
 
 
@@ -47,50 +51,58 @@ def read_record(path: Path) -> DictConfig:
 def check_record(config: DictConfig) -> None:
     """Refuses a config whose values, when it is resolved, are too many: each may stand for several others."""
     written: Any = OmegaConf.to_container(config, resolve=False)
-    sizes: dict[tuple[str, ...], int] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
 
-    def size_of(place: tuple[str, ...], node: Any, depth: int) -> int:
+    def size_of(place: tuple[Any, ...], node: Any, depth: int) -> int:
         if place in sizes:
             return sizes[place]
+        name = ".".join(map(str, place)) or "it"
         if depth > _MAX_DEPTH:
-            raise ConfigError(f"{'.'.join(place)}: refers to others more than {_MAX_DEPTH} times in a row")
+            raise ConfigError(f"{name}: refers to others more than {_MAX_DEPTH} times in a row")
         sizes[place] = 0
         if isinstance(node, (dict, list)):
             items = node.items() if isinstance(node, dict) else enumerate(node)
-            size = 1 + sum(size_of((*place, str(key)), value, depth + 1) for key, value in items)
+            size = 1 + sum(size_of((*place, key), value, depth + 1) for key, value in items)
         else:
-            size = len(str(node))
-            for reference in _references(node) if isinstance(node, str) else ():
+            text = str(node)
+            size = len(text)
+            known = _INNERMOST.sub(lambda found: _word_at(written, found[1]) or found[0], text)
+            if _COMPUTED.search(known):
+                raise ConfigError(f"{name}={text[:100]}: refers to a key that is computed; write it out")
+            for reference in _REFERENCE.findall(" ".join(_INTERPOLATION.findall(f"{text} {known}"))):
                 # Of several dots, each but the first is one level up.
                 dots = len(reference) - len(reference.lstrip("."))
                 base = place[: len(place) - dots] if dots else ()
-                target = (*base, *filter(None, re.split(r"[.\[\]]", reference)))
+                target = (*base, *_keys_of(reference))
                 if (found := _at(written, target)) is not None:
                     size += size_of(target, found, depth + 1)
         if size > _MAX_BYTES:
-            raise ConfigError(f"{'.'.join(place) or 'it'} stands for more than {_MAX_BYTES} values")
+            raise ConfigError(f"{name} stands for more than {_MAX_BYTES} values")
         sizes[place] = size
         return size
 
     size_of((), written, 0)
 
 
-def _references(text: str) -> Iterator[str]:
-    """All that may be keys of the config between `${` and `}`."""
-    for found in _INTERPOLATION.finditer(text):
-        yield from _REFERENCE.findall(found[0])
+def _keys_of(reference: str) -> list[str]:
+    return [key for key in re.split(r"[.\[\]]", reference) if key]
 
 
-def _at(node: Any, place: tuple[str, ...]) -> Any:
-    """The node at a place in plain containers; None if nothing does."""
-    for key in place:
-        if isinstance(node, dict):
-            node = next((value for name, value in node.items() if str(name) == key), None)
-        elif isinstance(node, list):
-            node = node[int(key)] if key.isdecimal() and int(key) < len(node) else None
-        else:
-            return None
-    return node
+def _word_at(written: Any, reference: str) -> str | None:
+    """The text to which a reference leads, if it is short and refers to nothing itself."""
+    word = _at(written, tuple(_keys_of(reference)))
+    return word if isinstance(word, str) and len(word) < 100 and "$" not in word else None
+
+
+def _at(node: Any, place: tuple[Any, ...]) -> Any:
+    """The node at a place in plain containers; None if nothing is there."""
+    try:
+        for key in place:
+            # As for OmegaConf, `+1` and `1_0` are numbers, too.
+            node = node[int(key) if isinstance(node, list) else key]
+        return node
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def plain_values(value: Any) -> Any:
@@ -106,44 +118,39 @@ def _is_plain(value: Any) -> bool:
 
 def record_of(config: DictConfig) -> dict[str, Any]:
     """The config in plain dicts and lists; `${oc.env:PASSWORD}`, which may be a secret, stays as it was written."""
-    with _note_environment() as uses:
-        found: dict[str, Any] = _resolve(config, OmegaConf.to_container(config, resolve=False), uses)
+    OmegaConf.register_new_resolver(_ENVIRONMENT, _refuse, replace=True)
+    try:
+        found: dict[str, Any] = _resolve(config, OmegaConf.to_container(config, resolve=False))
         return found
+    finally:
+        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
 
 
-def _resolve(node: Any, written: Any, uses: list[str]) -> Any:
-    """The value of a node: `written` if its resolution uses the environment, which adds to `uses`."""
+class _OfEnvironmentError(InterpolationResolutionError):
+    """A value comes from the environment."""
+
+
+def _refuse(*_: Any) -> None:
+    raise _OfEnvironmentError
+
+
+def _resolve(node: Any, written: Any) -> Any:
     if isinstance(node, DictConfig):
-        return {str(key): _item(node, key, written[key], uses) for key in node}
+        return {str(key): _item(node, key, written[key]) for key in node}
     if isinstance(node, ListConfig):
-        return [_item(node, index, written[index], uses) for index in range(len(node))]
+        return [_item(node, index, written[index]) for index in range(len(node))]
     return node
 
 
-def _item(parent: Container, key: Any, written: Any, uses: list[str]) -> Any:
+def _item(parent: Container, key: Any, written: Any) -> Any:
+    """The value of an item: `written` if it comes from the environment."""
     if OmegaConf.is_missing(parent, key):
         return written
-    uses.clear()
-    value = parent[key]
-    if uses:
+    try:
+        value = parent[key]
+    except _OfEnvironmentError:
         return written
     if isinstance(value, Container) and not isinstance(written, (dict, list)):
         # It stands elsewhere in the config.
         written = OmegaConf.to_container(value, resolve=False)
-    return _resolve(value, written, uses)
-
-
-@contextmanager
-def _note_environment() -> Iterator[list[str]]:
-    """Yields a list that gets the names of the variables that are read."""
-    uses: list[str] = []
-
-    def note(name: str, *default: Any) -> Any:
-        uses.append(name)
-        return oc.env(name, *default)
-
-    OmegaConf.register_new_resolver(_ENVIRONMENT, note, replace=True)
-    try:
-        yield uses
-    finally:
-        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
+    return _resolve(value, written)

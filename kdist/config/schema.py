@@ -8,9 +8,7 @@ from typing import Any, Optional
 from kdist.config import checks, targets
 from kdist.errors import ConfigError
 
-LOG_FORMATS = ("text", "json")
 RESUME_MODES = ("auto", "never", "must")
-STARTED_BY = ("auto", "kdist", "slurm", "tf_config")
 PLACEMENT_POLICIES = ("auto", "round_robin", "greedy", "partitioned")
 
 
@@ -92,7 +90,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         self.wait_for_next_chief |= self.stay
-        checks.check_one_of("cluster.started_by", self.started_by, STARTED_BY)
+        checks.check_one_of("cluster.started_by", self.started_by, ("auto", "kdist", "slurm", "tf_config"))
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
         checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
@@ -366,7 +364,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.check_one_of("run.resume", self.resume, RESUME_MODES)
-        checks.check_one_of("run.log_format", self.log_format, LOG_FORMATS)
+        checks.check_one_of("run.log_format", self.log_format, ("text", "json"))
         checks.check_port("run.metrics_port", self.metrics_port)
         checks.check_port("run.health_port", self.health_port)
         checks.check_verbose("run.verbose", self.verbose)
@@ -465,11 +463,7 @@ def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
 
 
 def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
-    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own.
-
-    Raises:
-        ConfigError: there is no such option, or a value is not allowed.
-    """
+    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own."""
     known = [item.name for item in fields(StrategyConfig) if item.name not in ("name", "_target_")]
     for option in options:
         if option not in known:

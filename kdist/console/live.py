@@ -97,13 +97,13 @@ class NotebookLine:
 
 def is_terminal() -> bool:
     """Tells whether standard output is a terminal for people; rich alone may treat any file as one."""
-    return not log.is_json() and sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
+    return not log.is_json and sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
 
 
 def is_notebook() -> bool:
     """Tells whether a notebook shows the output of this process."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return not log.is_json() and getattr(shell, "kernel", None) is not None
+    return not log.is_json and getattr(shell, "kernel", None) is not None
 
 
 #: Shows the state of the run.

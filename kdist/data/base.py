@@ -14,14 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import (
-    IteratorSpec,
-    allow_many_next,
-    copy_for_tasks,
-    forget_traced_functions,
-    function_for_tasks,
-    initialize,
-)
+from kdist._compat.tensorflow import allow_many_next, copy_for_tasks, forget_traced_functions, function_for_tasks
 from kdist.config.schema import ClusterConfig
 from kdist.data.columns import WorkerArgument
 from kdist.data.splits import Passes, Splits
@@ -119,19 +112,13 @@ class TrainingData(abc.ABC):
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         """The arguments of one worker; shares of arrays are not copied yet.
 
-        Raises:
-            NothingToRead: there is no split for it now.
+        Raises `NothingToRead` if there is no split for it now.
         """
         return []
 
 
 def worker_dataset(
-    data: TrainingData,
-    *,
-    num_workers: int,
-    batch_size: int | None,
-    num_seeds: int,
-    seed: int,
+    data: TrainingData, *, num_workers: int, batch_size: int | None, num_seeds: int, seed: int
 ) -> tf.types.experimental.ConcreteFunction:
     """Traces the function that creates one worker's dataset of `(batch, seeds)`, or this pair; `make_dataset` calls it.
 
@@ -156,7 +143,7 @@ def worker_dataset(
         return dataset.with_options(options)
 
     # If the first thing that TensorFlow does in a process is to trace a function, its config is another one.
-    initialize()
+    tf.config.list_logical_devices()
     forget_traced_functions()
     specs = [*[tf.TensorSpec([], tf.int64)] * 3, *data.specs(num_workers)]
     return function_for_tasks(make, *specs, autograph=True)
@@ -219,4 +206,4 @@ def element_spec(make: tf.types.experimental.ConcreteFunction) -> Any:
 def iterator_spec(make: tf.types.experimental.ConcreteFunction) -> Any:
     """The type spec of the result of `iterator_over`."""
     spec = element_spec(make)
-    return IteratorSpec(spec) if isinstance(make.structured_outputs, tf.data.Dataset) else spec
+    return tf.data.IteratorSpec(spec) if isinstance(make.structured_outputs, tf.data.Dataset) else spec

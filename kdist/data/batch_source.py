@@ -19,17 +19,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras_data import PythonBatches, as_tensor, is_made_in_batches, is_scipy_sparse
+from kdist._compat.keras_data import as_tensor, get_data_adapter, is_made_in_batches, is_scipy_sparse
 from kdist.data.base import DataContext, TrainingData
 from kdist.errors import ConfigError, KdistError, TaskError
 
 
 class ShuffledBatches(keras.utils.PyDataset):
-    """The batches of another data set, in an order that the seed and the pass determine, so that any process finds it.
+    """The batches of a data set of known length, in an order that any process finds by the seed and the pass.
 
-    Args:
-        dataset: of known length.
-        seed: None keeps their order.
+    Without a seed they keep theirs.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None) -> None:
@@ -109,25 +107,28 @@ class BatchSource:
         self._shuffle = shuffle and (isinstance(x, keras.utils.PyDataset) or not is_of_others)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if not isinstance(value, PythonBatches)}
+        return {key: value for key, value in vars(self).items() if key != "_adapted"}
 
     @cached_property
-    def _batches(self) -> PythonBatches:
+    def _adapted(self) -> tuple[Any, tf.data.Dataset]:
+        """Keras's adapter of the data, by which its `fit` would read them, and the adapter's dataset."""
         x = self._arguments[0]
         if not self.repeats and x.gi_running:
             raise ConfigError(f"{self.name} is being read by another fit")
         try:
-            batches = PythonBatches(*self._arguments, self._batch_size, self._shuffle)
+            adapter = get_data_adapter(*self._arguments, batch_size=self._batch_size, shuffle=self._shuffle)
+            dataset = adapter.get_tf_dataset()
         except KdistError:
             raise
         except Exception as error:
-            if isinstance(error, ValueError) and not _user_frame(error):
-                # Keras's own, about what it was given.
-                raise ConfigError(f"{self.name}: {error}") from error
+            # Keras's own, about what it was given. Before 3.13 it takes the first batch of an empty generator.
+            if isinstance(error, ValueError | IndexError) and not _user_frame(error):
+                told = "must yield at least one batch" if isinstance(error, IndexError) else error
+                raise ConfigError(f"{self.name}: {told}") from error
             raise self._failed(0, error) from error
-        if batches.num_batches == 0:
+        if adapter.num_batches == 0:
             raise ConfigError(f"{self.name} has no batch")
-        return batches
+        return adapter, dataset
 
     @cached_property
     def element_spec(self) -> Any:
@@ -135,13 +136,13 @@ class BatchSource:
         # A part without a value, an optional input, is None.
         return tf.nest.map_structure(
             lambda spec: tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec,
-            _without_none(_with_tuples(self._batches.element_spec)),
+            _without_none(self._adapted[1].element_spec),
         )
 
     @property
     def num_batches(self) -> int | None:
         """Of a pass; None if it is not known."""
-        return self._batches.num_batches
+        return self._adapted[0].num_batches
 
     @property
     def is_endless(self) -> bool:
@@ -150,26 +151,26 @@ class BatchSource:
 
     def reset(self) -> None:
         """Ends the epoch in which Keras has looked at the first batches, as it does before the first epoch."""
-        self._batches.end_pass()
+        self._adapted[0].on_epoch_end()
 
     def one_pass(self, pass_number: int, first: int = 0) -> Iterator[tuple[int, list[tf.Tensor] | None]]:
         """The batches of a pass, each as its number and the tensors that its parts consist of.
 
-        Args:
-            first: the number of the first wanted batch. Earlier ones are not made, or have no tensors.
+        Those before the number `first` are not made, or have no tensors.
         """
-        number = begin = 0
+        adapter, dataset = self._adapted
+        number = begin = 0 if self._in_order is None else first
         if self._in_order is not None:
             self._in_order.enter(pass_number, first)
-            begin = first
         try:
-            self._batches.begin_pass()
-            batches = self._batches.one_pass()
+            adapter.on_epoch_begin()
+            # In Keras's own iterator, an error of the user's code stays as it is; a dataset makes it TensorFlow's.
+            batches = iter(adapter.get_numpy_iterator() if is_made_in_batches(self._arguments[0]) else dataset)
             for number in itertools.count(begin):
                 if (batch := next(batches, None)) is None:
                     break
                 yield number, self.tensors(self._name_in_pass(number, begin), batch) if number >= first else None
-            self._batches.end_pass()
+            adapter.on_epoch_end()
         except KdistError:
             raise
         except Exception as error:
@@ -177,11 +178,12 @@ class BatchSource:
 
     def stop(self) -> None:
         """Ends the threads and processes of a pass that is not read to its end."""
-        self._batches.stop()
+        if (enqueuer := getattr(self._adapted[0], "enqueuer", None)) is not None:
+            enqueuer.stop()
 
     def tensors(self, number: int, batch: Any) -> list[tf.Tensor]:
         """The tensors that the parts of a batch consist of."""
-        batch = _without_none(_with_tuples(batch))
+        batch = _without_none(batch)
         try:
             tf.nest.assert_same_structure(self.element_spec, batch, expand_composites=False)
             pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(self.element_spec))
@@ -217,17 +219,11 @@ def _name_of(x: Any) -> str:
 
 
 def _without_none(batch: Any) -> Any:
-    """A batch without labels or weights that are None."""
+    """A batch without labels or weights that are None, and with tuples for lists, of which datasets make a tensor."""
+    batch = keras.tree.lists_to_tuples(batch)
     while isinstance(batch, tuple) and batch and (batch[-1] is None or isinstance(batch[-1], tf.OptionalSpec)):
         batch = batch[:-1]
     return batch
-
-
-def _with_tuples(tree: Any) -> Any:
-    """Lists as tuples: datasets make a tensor of a list."""
-    if isinstance(tree, dict):
-        return {key: _with_tuples(item) for key, item in tree.items()}
-    return tuple(map(_with_tuples, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def _shapes_of(batch: Any) -> Any:
@@ -250,9 +246,7 @@ def _user_frame(error: Exception) -> str:
 class PyDatasetShares(TrainingData):
     """A data set of which every process has a copy; each replica makes every n-th batch of it, by its number.
 
-    Args:
-        dataset: of known length; its batches must depend on their numbers only.
-        seed: of the order of the batches, which is the same in all processes; None keeps it.
+    Its batches must depend on their numbers only; their order is that of `ShuffledBatches`, the same in all processes.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, *, seed: int | None) -> None:

@@ -36,10 +36,7 @@ class ArrivedShare:
 
 
 class Column:
-    """One of the arrays that were passed to `fit`; it is never copied as a whole.
-
-    Args:
-        values: returned by `as_array`.
+    """One of the arrays that were passed to `fit`, as `as_array` returns it; it is never copied as a whole.
 
     Attributes:
         dtype: of the share: floating point in Keras's `floatx`, as Keras itself feeds it.
@@ -155,11 +152,7 @@ class Column:
 
 
 def as_array(values: Any) -> np.ndarray | Hdf5Rows:
-    """Converts anything that NumPy can; an array in a file is not read.
-
-    Raises:
-        ConfigError: a ragged or sparse tensor.
-    """
+    """Converts anything that NumPy can, and raises `ConfigError` for ragged and sparse tensors; files are not read."""
     if isinstance(values, (tf.RaggedTensor, tf.SparseTensor)):
         raise ConfigError(
             f"a {type(values).__name__} of shape {tuple(values.shape)} is no array; give ragged and sparse tensors in "
@@ -207,11 +200,8 @@ class Hdf5Rows:
         self._dataset, self._start = dataset, start
         num_rows = (len(dataset) if stop is None else stop) - start
         self.shape: tuple[int, ...] = (num_rows, *dataset.shape[1:])
+        self.ndim = len(self.shape)
         self.dtype: np.dtype = dataset.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]

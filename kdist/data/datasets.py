@@ -17,10 +17,9 @@ from kdist.errors import ConfigError
 
 
 class DatasetData(TrainingData):
-    """A `tf.data.Dataset` of batches. Its graph is sent to the workers; each takes every n-th batch.
+    """A `tf.data.Dataset` of batches. Its graph is sent to the workers, which read it at the same time.
 
-    Args:
-        num_iterators: the number of iterators that read it at the same time.
+    Each takes every n-th batch.
     """
 
     def __init__(self, dataset: tf.data.Dataset, num_iterators: int = 1) -> None:
@@ -49,12 +48,7 @@ class DatasetData(TrainingData):
 
 
 class DatasetPasses(DatasetData):
-    """A `tf.data.Dataset` of unknown length, read in passes. A split is every n-th batch of a pass over it.
-
-    Args:
-        num_parts: of a pass, one for each worker.
-        steps_per_epoch: see `Passes`.
-    """
+    """A `tf.data.Dataset` of unknown length, read in passes. A split is every n-th batch of a pass over it."""
 
     splits: PassQueue
 

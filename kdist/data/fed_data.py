@@ -27,13 +27,7 @@ _BUFFERED_PER_READER = 2
 
 @dataclass(frozen=True)
 class Batch(Split):
-    """A split of one batch.
-
-    Attributes:
-        tensors: of its parts.
-        number: its place in its pass.
-        pass_number: of its pass.
-    """
+    """A split of one batch: the tensors of its parts, and its number in its pass."""
 
     tensors: tuple[tf.Tensor, ...] = ()
     number: int = 0
@@ -45,12 +39,9 @@ class Batch(Split):
 
 
 class FeedQueue(Splits, Passes):
-    """Hands each batch to one reader; a bounded number of them is made ahead. A pass begins when it is needed.
+    """Hands each batch to one reader; a bounded number of them is made ahead, in a thread.
 
-    Args:
-        source: makes them, in a thread.
-        readers: if they read by passes, `begin_pass` begins the next one.
-        clock: returns seconds; replaced in tests.
+    A pass begins when it is needed; if the readers read by passes, `begin_pass` begins it.
     """
 
     pass_through_chief = True
@@ -66,7 +57,6 @@ class FeedQueue(Splits, Passes):
         self._stop = threading.Event()
         #: The present pass: its number, the number of its next batch, and True when all of them were made.
         self._pass, self._next, self._is_made = 0, 0, False
-        self._has_ended = False
         self._error: BaseException | None = None
         self._made_at = 0.0
         self.steps_per_epoch = readers.steps_per_epoch
@@ -104,18 +94,13 @@ class FeedQueue(Splits, Passes):
                 raise NothingToRead
             return cast(Batch, super().assign(worker))
 
-    def advance(self, worker: int) -> None:
-        with self._changed:
-            if self._reading.pop(worker, None) is not None:
-                self._batches[worker] += 1
-
     def wait(self) -> str | None:
         # By passes, it is the end of an epoch.
         with self._changed:
             if self._error is not None:
                 raise self._error
-            is_at_end = self._has_ended and len(self._waiting) < self._readers.at_once and not self._reading
-            return f"{self.place}, which ran out of data" if is_at_end and not self._readers.by_passes else None
+            is_last = self.pass_has_ended() and not self._readers.by_passes
+            return f"{self.place}, which ran out of data" if is_last else None
 
     def pass_has_ended(self) -> bool:
         # The rest of it may be too little for a step.
@@ -150,8 +135,7 @@ class FeedQueue(Splits, Passes):
             position = json.loads(state) if state else {}
             self._pass, self._next = position.get("pass", 0), position.get("batch", 0)
             self.first_epoch = position.get("epoch", self._pass)
-            self._is_made = self._has_ended = False
-            self._error = None
+            self._is_made, self._error = False, None
 
     def close(self) -> None:
         """Ends the thread; the next look begins another one."""
@@ -165,7 +149,7 @@ class FeedQueue(Splits, Passes):
     @property
     def _is_over(self) -> bool:
         """True if no other batch is made before a pass is begun, if one is."""
-        return self._has_ended or (self._is_made and self._readers.by_passes)
+        return self._is_made and (self._readers.by_passes or not self._source.repeats)
 
     def _wait_for(self, number: int) -> bool:
         """Waits until so many batches are there; False if there will be none. Raises as `assign`."""
@@ -226,7 +210,7 @@ class FeedQueue(Splits, Passes):
         if number < 0 and not self._next:
             raise TaskError("chief", ValueError("has not a single batch"), where=self.place)
         with self._changed:
-            self._is_made, self._has_ended = True, not self._source.repeats
+            self._is_made = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_made or stop.is_set())
 

@@ -28,13 +28,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """An array in a file: its bytes are there as they are in memory, row after row.
-
-    Attributes:
-        path: absolute.
-        file_bytes: the size of the file.
-        offset: of the array in the file, in bytes.
-    """
+    """An array at an offset in the file at an absolute path: its bytes are as they are in memory, row after row."""
 
     path: str
     file_bytes: int
@@ -186,11 +180,7 @@ class FileColumn(Column):
 
 
 def column_of(values: Any) -> Column:
-    """The column of an array; see `as_array`.
-
-    Raises:
-        ConfigError: an array of Python objects, or a ragged or sparse tensor.
-    """
+    """The column of an array; raises as `Column` and `as_array`."""
     array = as_array(values)
     column = Column(array)
     # Workers would round to float16 by way of float32.
@@ -203,9 +193,7 @@ def column_of(values: Any) -> Column:
 def columns_of(arrays: Any) -> list[Column]:
     """The columns of arrays in tuples and dicts; None, for an optional input, has none.
 
-    Raises:
-        ConfigError: see `column_of`.
-        ValueError: a list of numbers or strings.
+    Raises as `column_of`, and `ValueError` for a list of numbers or strings.
     """
     columns = [column_of(array) for array in tf.nest.flatten(arrays) if array is not None]
     if any(column.values.ndim == 0 for column in columns):

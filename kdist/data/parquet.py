@@ -41,11 +41,7 @@ def _reading() -> Iterator[Any]:
 
 
 def types_in(path: Path) -> dict[str, str]:
-    """The type of each column, as pyarrow calls it.
-
-    Raises:
-        UnreadableSplit: the file is missing, or no Parquet file.
-    """
+    """The type of each column, as pyarrow calls it; raises `UnreadableSplit` if this is no Parquet file."""
     with _reading() as parquet:
         schema = parquet.read_schema(path)
     return {field.name: str(field.type) for field in schema}
@@ -89,13 +85,9 @@ def check_types(path: Path, expected: Mapping[str, str], *, of_first: Path | Non
 
 
 def groups(path: bytes, num_read: np.ndarray) -> np.ndarray:
-    """The row groups of a file that come after `num_read` rows.
+    """The row groups of a file that come after `num_read` rows: int64 `[n, 2]`, with the number of rows to leave out.
 
-    Returns:
-        int64 `[n, 2]`: the number of each group, and of its rows to leave out.
-
-    Raises:
-        UnreadableSplit: the file is missing, or no Parquet file.
+    Raises `UnreadableSplit` if this is no Parquet file.
     """
     with _reading() as parquet:
         metadata = parquet.read_metadata(path.decode())
@@ -109,11 +101,7 @@ def groups(path: bytes, num_read: np.ndarray) -> np.ndarray:
 
 
 def rows(path: bytes, group: np.ndarray, names: np.ndarray) -> list[np.ndarray]:
-    """Columns of the rows of a group.
-
-    Args:
-        group: one of `groups`.
-        names: of the columns, bytes `[n]`.
+    """Columns of the rows of one of the `groups`, by their names, bytes `[n]`.
 
     Raises:
         UnreadableSplit: they cannot be read.

@@ -12,7 +12,6 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -29,10 +28,9 @@ class _Pickler(cloudpickle.Pickler):
 
         from kdist._compat.keras import ModelDetails, custom_objects_of, name_functions_apart
         from kdist.data.file_column import file_of
+        from kdist.data.serialization import dataset_graph
 
         if isinstance(obj, tf.data.Dataset):
-            from kdist.data.serialization import dataset_graph
-
             return _dataset, (dataset_graph(obj).numpy(), obj.element_spec)
         if isinstance(obj, np.ndarray) and (file := file_of(obj)) is not None:
             return np.memmap, (file.path, file.dtype, "r", file.offset, file.shape)
@@ -80,11 +78,7 @@ def _code(filename: str, lines: Sequence[str] | None, make: Callable[..., CodeTy
 
 
 def dumps(program: Any) -> bytes:
-    """The object as bytes.
-
-    Raises:
-        ConfigError: something in it cannot be sent to another process.
-    """
+    """The object as bytes; raises `ConfigError` if something in it cannot be sent to another process."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(program)
@@ -104,23 +98,26 @@ def loads(packed: bytes) -> Any:
 
 def pack_program(program: Any) -> bytes:
     """The object as bytes, with the settings of Keras that the program has changed; raises as `dumps`."""
-    from kdist._compat.keras_state import ProgramSettings
+    from kdist._compat.keras_state import registered_objects, settings_here
 
-    settings, objects = ProgramSettings.here(), {}
-    for name, item in settings.objects.items():
+    objects = {}
+    for name, item in registered_objects().items():
         # One that cannot travel may not be needed; if it is, Keras says that it does not know it.
         with suppress(ConfigError):
             objects[name] = dumps(item)
-    return pickle.dumps((dumps(replace(settings, objects={})), objects, dumps(program)))
+    return pickle.dumps((dumps(settings_here()), objects, dumps(program)))
 
 
 def unpack_program(packed: bytes) -> Any:
     """Undoes `pack_program`, and makes the settings those of this process. Runs code, as `loads`."""
+    from kdist._compat.keras_state import register, set_here
+
     settings, packed_objects, program = pickle.loads(packed)
     objects = {}
     for name, item in packed_objects.items():
         # Of a module that only the program knows how to import.
         with suppress(ImportError, AttributeError):
             objects[name] = loads(item)
-    replace(loads(settings), objects=objects).set()
+    set_here(*loads(settings))
+    register(objects)
     return loads(program)

@@ -35,13 +35,7 @@ def offer_readers() -> None:
 
 
 def read_by(name: str, arguments: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """Calls a reader, in the process that runs the function which is being traced.
-
-    Args:
-        name: see `offer_readers`.
-        arguments: passed to it as arrays, and strings as bytes.
-        specs: of its results.
-    """
+    """Calls a reader in the process that runs the function being traced, with arrays, of bytes for strings."""
     results = tf.raw_ops.PyFunc(input=list(arguments), token=name, Tout=[spec.dtype for spec in specs])
     return [tf.ensure_shape(result, spec.shape) for result, spec in zip(results, specs)]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import dataset_as_graph
 from kdist.errors import ConfigError
 
 #: Ops that make elements in the user's process only.
@@ -21,15 +20,9 @@ _OPS_THAT_CANNOT_TRAVEL = {
     "VarHandleOp": "a variable",
     "MutableHashTableV2": "a lookup table that changes",
 }
-#: Ops that write files, with the method of `tf.data.Dataset` that makes them; the second input is the path.
-_OPS_THAT_WRITE = {
-    "CacheDataset": "cache",
-    "CacheDatasetV2": "cache",
-    "SaveDataset": "save",
-    "SaveDatasetV2": "save",
-    "SnapshotDataset": "snapshot",
-    "SnapshotDatasetV2": "snapshot",
-}
+#: Ops that write files, also as `V2`, with the method of `tf.data.Dataset` that makes them; the path is their second
+#: input.
+_OPS_THAT_WRITE = {"CacheDataset": "cache", "SaveDataset": "save", "SnapshotDataset": "snapshot"}
 _INSTEAD = "give arrays, or a function (context) -> tf.data.Dataset that makes the dataset of TensorFlow ops"
 
 
@@ -38,10 +31,7 @@ class CannotTravel(ConfigError):
 
 
 def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
-    """The dataset's graph as a scalar string tensor.
-
-    Args:
-        num_readers: the number of iterators that read it at the same time.
+    """The dataset's graph as a scalar string tensor, for so many iterators that read it at the same time.
 
     Raises:
         CannotTravel: the dataset needs something that exists in this process only, is too large, or writes files that
@@ -49,7 +39,8 @@ def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
     """
     try:
         with tf.device("CPU:0"):
-            serialized = dataset_as_graph(dataset)
+            variant, ignore = tf.data.experimental.to_variant(dataset), tf.data.experimental.ExternalStatePolicy.IGNORE
+            serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=ignore.value)
     except (tf.errors.OpError, ValueError) as error:
         raise CannotTravel(f"the dataset cannot travel to the workers: {error}; {_INSTEAD}") from error
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
@@ -59,15 +50,7 @@ def dataset_graph(dataset: tf.data.Dataset, num_readers: int = 1) -> tf.Tensor:
 
 
 def check_function(function: tf.types.experimental.ConcreteFunction, num_readers: int, *, travels: bool) -> None:
-    """Checks a traced function that makes a dataset.
-
-    Args:
-        num_readers: the number of iterators that read such datasets at the same time.
-        travels: other processes call it.
-
-    Raises:
-        CannotTravel: as `dataset_graph`.
-    """
+    """Checks a traced function that makes a dataset, as `dataset_graph`; if it `travels`, other processes call it."""
     graph = function.graph.as_graph_def()
     if travels:
         _check_ops(graph, _PYTHON_GENERATORS)
@@ -117,12 +100,13 @@ def _check_files(graph: Any, num_readers: int) -> None:
     for nodes in _scopes(graph):
         constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
         for node in nodes:
-            place = constants.get(node.input[1].partition(":")[0]) if node.op in _OPS_THAT_WRITE else None
+            method = _OPS_THAT_WRITE.get(node.op.removesuffix("V2"))
+            place = constants.get(node.input[1].partition(":")[0]) if method else None
             if place is not None and (path := b"".join(place.string_val).decode()):
                 raise CannotTravel(
-                    f"the dataset uses {_OPS_THAT_WRITE[node.op]}({path!r}), and {num_readers} workers cannot write "
-                    "the same file; use cache() in memory, or a function (context) -> tf.data.Dataset with a file for "
-                    'each worker: tf.strings.join(["cache-", tf.strings.as_string(context.worker_index)])'
+                    f"the dataset uses {method}({path!r}), and {num_readers} workers cannot write the same file; use "
+                    "cache() in memory, or a function (context) -> tf.data.Dataset with a file for each worker: "
+                    'tf.strings.join(["cache-", tf.strings.as_string(context.worker_index)])'
                 )
 
 

@@ -21,11 +21,7 @@ from kdist.data.columns import Hdf5Rows, WorkerArgument, arrived_shares, as_arra
 from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
-from kdist.data.serialization import (
-    CannotTravel,
-    check_function,
-    may_need_this_process,
-)
+from kdist.data.serialization import CannotTravel, check_function, may_need_this_process
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.errors import ConfigError
 
@@ -56,8 +52,7 @@ class ArrayData(TrainingData):
             np.random.default_rng(self._seed).shuffle(self._order)
 
     def batches_per_pass(self, num_workers: int) -> int:
-        # Of data that is not split, each worker's pass is a pass.
-        return self._batches_of_worker(num_workers) * (num_workers if self._is_split(num_workers) else 1)
+        return self._batches_of_worker(num_workers) * self._num_parts(num_workers)
 
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [spec for column in self._columns for spec in column.specs(self._max_rows(num_workers))]
@@ -68,16 +63,18 @@ class ArrayData(TrainingData):
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         # In the order of the array: a file is read from one end to the other.
-        rows = np.sort(self._order[worker_index::num_workers]) if self._is_split(num_workers) else slice(None)
+        is_whole = self._num_parts(num_workers) == 1
+        rows = slice(None) if is_whole else np.sort(self._order[worker_index::num_workers])
         return [column.share(rows, self._max_rows(num_workers)) for column in self._columns]
 
-    def _is_split(self, num_workers: int) -> bool:
+    def _num_parts(self, num_workers: int) -> int:
+        """The number of shards; if it is 1, each worker's pass is a pass."""
         # With fewer examples than workers, some would get nothing: then all of them read everything.
-        return 1 < num_workers <= self._num_examples
+        return num_workers if num_workers <= self._num_examples else 1
 
     def _max_rows(self, num_workers: int) -> int:
         """The largest number of examples that a worker gets."""
-        return -(-self._num_examples // num_workers) if self._is_split(num_workers) else self._num_examples
+        return math.ceil(self._num_examples / self._num_parts(num_workers))
 
     def _batches_of_worker(self, num_workers: int) -> int:
         """Batches of each worker in a pass over its examples, the same for all."""
@@ -89,12 +86,11 @@ class ArrayData(TrainingData):
         seed = tf.constant(self._seed, tf.int64) * context.num_workers + context.worker_index
         num_batches, first_batch = self._batches_of_worker(context.num_workers), tf.cast(context.first_batch, tf.int64)
         first_pass, place = first_batch // num_batches, first_batch % num_batches
-        num_readers = context.num_workers if self._is_split(context.num_workers) else 1
-        is_uneven = self._num_examples % num_readers != 0
+        num_parts = self._num_parts(context.num_workers)
         # Some workers have no example for the last batch of a pass, which others have.
-        is_short = is_uneven and (max_rows - 1) % self._batch_size == 0
+        is_short = self._num_examples % num_parts != 0 and (max_rows - 1) % self._batch_size == 0
         # Models for batches of one size need to know it.
-        are_full = self._num_examples % (num_readers * self._batch_size) == 0
+        are_full = self._num_examples % (num_parts * self._batch_size) == 0
 
         def numbers_of(pass_number: tf.Tensor) -> tf.data.Dataset:
             """The numbers of the examples of each batch of a pass."""
@@ -184,17 +180,15 @@ def training_data(
                 "y, sample_weight, class_weight: with data that keeps arriving, parse returns labels and weights"
             )
         return SplitData(x, batch_size or 32)
+    if not has_labels(x) and has_ragged_tensor(x, y, sample_weight):
+        arrays = as_tuples((x, y, sample_weight))
+        x, y, sample_weight = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed), None, None
     if has_labels(x):
         _check_no_labels(y, sample_weight)
-        is_function = is_dataset_function(x)
-        data = _data_of_function(x, batch_size, readers) if is_function else _data_of_batches(x, shuffle, seed, readers)
+        data = _data_of_batches(x, batch_size, shuffle, seed, readers)
     elif has_sparse_matrix(x, y, sample_weight):
         source = BatchSource(x, y, sample_weight, batch_size=batch_size or size_of_batches(x), shuffle=shuffle)
         data = _fed(source, readers)
-    elif any(isinstance(array, (tf.RaggedTensor, tf.SparseTensor)) for array in tf.nest.flatten((x, y, sample_weight))):
-        arrays = as_tuples((x, y, sample_weight))
-        dataset = _batches_of(arrays, batch_size or size_of_batches(x), shuffle, seed)
-        data = _data_of_batches(dataset, shuffle, seed, readers)
     else:
         _check_is_arrays(x)
         arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
@@ -207,9 +201,7 @@ def training_data(
 def _data_of_function(
     function: Callable[[DataContext], tf.data.Dataset], batch_size: int | None, readers: Readers
 ) -> TrainingData:
-    """Lets the workers call a dataset function, or, if they cannot read its dataset, this process."""
-    if readers.here:
-        return FedData(BatchSource(read_locally(function, batch_size)), readers)
+    """Lets the workers call a dataset function; raises `CannotTravel` if they cannot read its dataset."""
     data = FunctionData(function)
     if not readers.serve and readers.num_iterators == 1:
         return data
@@ -217,12 +209,7 @@ def _data_of_function(
         make = worker_dataset(data, num_workers=readers.number, batch_size=batch_size, num_seeds=0, seed=0)
     except Exception:  # noqa: BLE001 - of the user's code: raised again when the run traces it, and reported
         return data
-    try:
-        check_function(make, readers.num_iterators, travels=readers.serve)
-    except CannotTravel:
-        if readers.run_the_program:
-            raise
-        return FedData(BatchSource(read_locally(function, batch_size)), readers)
+    check_function(make, readers.num_iterators, travels=readers.serve)
     data.is_untried = readers.serve and may_need_this_process(make)
     return data
 
@@ -243,24 +230,32 @@ def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool
     return examples.batch(batch_size)
 
 
-def _data_of_batches(x: Any, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
-    """Reads data that comes in batches: a dataset, or data that only this process can read."""
-    if not isinstance(x, tf.data.Dataset):
-        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
-            return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
-        return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
-    if readers.here:
-        return FedData(BatchSource(x), readers)
-    length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
+def _data_of_batches(x: Any, batch_size: int | None, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
+    """Reads data that comes in batches; what workers cannot read is read by this process."""
+    x = read_locally(x, batch_size) if readers.here else x
     try:
-        if not (readers.by_passes and length_is_unknown) or readers.run_the_program:
-            return DatasetData(x, readers.num_iterators)
-        if readers.at_once == 1:
-            return DatasetPasses(x, readers.number, readers.steps_per_epoch)
+        if is_dataset_function(x):
+            return _data_of_function(x, batch_size, readers)
+        if isinstance(x, tf.data.Dataset):
+            return _data_of_dataset(x, readers)
     except CannotTravel:
         if readers.run_the_program:
             raise
-    return FedData(BatchSource(x), readers)
+        return FedData(BatchSource(read_locally(x, batch_size)), readers)
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None and readers.run_the_program:
+        return PyDatasetShares(x, seed=seed or 0 if shuffle else None)
+    return _fed(BatchSource(x, shuffle=shuffle, seed=seed or 0), readers)
+
+
+def _data_of_dataset(x: tf.data.Dataset, readers: Readers) -> TrainingData:
+    """Lets the workers read a dataset; raises `CannotTravel` if they cannot."""
+    length_is_unknown = int(x.cardinality().numpy()) == tf.data.UNKNOWN_CARDINALITY
+    reads_passes = readers.by_passes and length_is_unknown and not readers.run_the_program
+    if readers.here or (reads_passes and readers.at_once > 1):
+        return FedData(BatchSource(x), readers)
+    if reads_passes:
+        return DatasetPasses(x, readers.number, readers.steps_per_epoch)
+    return DatasetData(x, readers.num_iterators)
 
 
 def _fed(source: BatchSource, readers: Readers) -> FedData:
@@ -344,6 +339,11 @@ def is_dataset_function(x: Any) -> bool:
     return callable(x) and not hasattr(x, "__array__") and not isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
 
 
+def has_ragged_tensor(*trees: Any) -> bool:
+    """True if there is a ragged or sparse tensor among arrays."""
+    return any(isinstance(part, (tf.RaggedTensor, tf.SparseTensor)) for part in tf.nest.flatten(trees))
+
+
 def has_labels(x: Any) -> bool:
     """True if `x` includes labels and weights, if there are any: it comes in batches, or a function makes it."""
     return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
@@ -355,10 +355,6 @@ def preprocess_batches(
     """The data as a dataset of batches, or a function of one, each prepared by `preprocess(x, y, sample_weight)`.
 
     Arrays stay in their order, as in the `fit` of KerasHub, and a list of strings is an array.
-
-    Raises:
-        ConfigError: an `x` of another type.
-        ValueError: arrays of different lengths, or no data.
     """
     if is_dataset_function(x):
         return lambda context: x(context).map(preprocess)
@@ -378,32 +374,18 @@ def preprocess_batches(
 
 def _lists_as_arrays(tree: Any) -> Any:
     """Lists of numbers or strings as arrays; others as tuples."""
-    tree = as_tuples(tree)
-    if isinstance(tree, Mapping):
-        return {key: _lists_as_arrays(item) for key, item in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(map(_lists_as_arrays, tree))
-    return np.asarray(tree) if isinstance(tree, list) else tree
+    return keras.tree.traverse(lambda node: np.asarray(node) if isinstance(node, list) else None, as_tuples(tree))
 
 
 def read_locally(x: Any, batch_size: int | None) -> Any:
-    """`x` for a local Keras model: a dataset function is called for the only reader.
-
-    Raises:
-        ConfigError: data that keeps arriving.
-    """
+    """`x` for a local Keras model: a dataset function is called for the only reader."""
     if isinstance(x, SplitSource):
         raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
     return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
 
 
 def arrays_for_keras(tree: Any) -> Any:
-    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors; other data as it is.
-
-    Raises:
-        ConfigError: data of another type.
-        ValueError: a list of numbers or strings.
-    """
+    """Arrays as `fit` reads them, for a local Keras model, which takes strings only as tensors; other data as it is."""
     if tree is None or has_labels(tree):
         return tree
     _check_is_arrays(tree)
@@ -428,11 +410,7 @@ def _num_examples(arrays: Any) -> int:
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[Any, Any]:
     """Splits off the last fraction of the arrays, before any shuffling, as Keras does.
 
-    Returns:
-        `(x, y, sample_weight)` for training, and the same for validation.
-
-    Raises:
-        ConfigError: the data is not arrays, or a part would be empty.
+    Returns `(x, y, sample_weight)` for training, and the same for validation.
     """
     if has_labels(x):
         raise ConfigError("validation_split works with arrays only; give validation_data")
@@ -441,17 +419,16 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
     if not 0 < split < num_examples:
         raise ConfigError(f"validation_split={validation_split}: leaves nothing to train or to validate with")
 
-    def rows(values: Any, chosen: slice) -> Any:
-        if is_scipy_sparse(values):
-            return values.tocsr()[chosen]
-        array = as_array(values)
-        return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
+    def part(chosen: slice) -> Any:
+        def rows(values: Any) -> Any:
+            if values is None:
+                return None
+            if is_scipy_sparse(values):
+                return values.tocsr()[chosen]
+            array = as_array(values)
+            return array.run(chosen) if isinstance(array, Hdf5Rows) else array[chosen]
 
-    def part(chosen: slice) -> tuple[Any, ...]:
-        return tuple(
-            None if tree is None else tf.nest.map_structure(lambda values: rows(values, chosen), tree)
-            for tree in (x, y, sample_weight)
-        )
+        return tf.nest.map_structure(rows, (x, y, sample_weight))
 
     return part(slice(0, split)), part(slice(split, None))
 

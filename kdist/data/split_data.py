@@ -22,21 +22,14 @@ class SplitSource(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, split: tf.Tensor, num_read: tf.Tensor, batch_size: int) -> tf.data.Dataset:
-        """The batches of one split; traced for the workers.
+        """The batches of one split, by its name, string `[]`, without its first `num_read` records, int64 `[]`.
 
-        Args:
-            split: its name, string `[]`.
-            num_read: the number of its records to leave out, int64 `[]`.
-            batch_size: records of a batch; the last one may have fewer.
+        Traced for the workers. The last batch may have fewer than `batch_size` records.
         """
 
 
 class SplitData(TrainingData):
-    """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset.
-
-    Args:
-        batch_size: records of a batch.
-    """
+    """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset."""
 
     splits: SplitQueue
 
@@ -60,8 +53,7 @@ class SplitData(TrainingData):
 def why_unreadable(error: tf.errors.OpError, split: Split) -> str | None:
     """The reason if a split cannot be read; None for another error, as of its records.
 
-    Raises:
-        DataSourceError: its source cannot be reached.
+    Raises `DataSourceError` if its source cannot be reached.
     """
     if (unreachable := raised_by_reader(error, DataSourceError)) is not None:
         raise DataSourceError(unreachable) from error

@@ -34,12 +34,7 @@ class UnreadableSplit(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """A part of the data.
-
-    Attributes:
-        name: given by its enumerator: a file, or a range of messages.
-        num_read: the number of its records that were read.
-    """
+    """A part of the data, of which `num_read` records were read. Its name is a file, or a range of messages."""
 
     name: str
     num_read: int = 0
@@ -87,11 +82,7 @@ class Splits(abc.ABC):
         """True if a split waits for a worker; called in the thread that runs the training loop."""
 
     def assign(self, worker: int) -> Split:
-        """The split of a worker: the one that it has, or the next one.
-
-        Raises:
-            NothingToRead: there is none.
-        """
+        """The split of a worker: the one that it has, or the next one; raises `NothingToRead` if there is none."""
         with self._changed:
             if worker not in self._reading:
                 if not self._waiting:
@@ -116,6 +107,8 @@ class Splits(abc.ABC):
             if split := self._reading.get(worker):
                 self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
                 self._batches[worker] += 1
+            if not self._batch_size:
+                self._reading.pop(worker, None)
 
     def finish(self, worker: int) -> None:
         """Ends the split that a worker has read."""
@@ -225,11 +218,7 @@ class SplitEnumerator(abc.ABC):
 
     @abc.abstractmethod
     def discover(self) -> list[str]:
-        """The names of splits that are new since the last call, in the order in which they are to be read.
-
-        Raises:
-            OSError: the source cannot be reached at present.
-        """
+        """The names of new splits, in the order to read them; raises `OSError` if the source cannot be reached now."""
 
     @property
     @abc.abstractmethod
@@ -254,12 +243,7 @@ class SplitEnumerator(abc.ABC):
 
 
 class SplitQueue(Splits):
-    """Hands each split to one worker.
-
-    Args:
-        clock: returns seconds; replaced in tests.
-        pause: waits for some seconds; replaced in tests.
-    """
+    """Hands each split to one worker. Tests replace `clock` and `pause`."""
 
     arrive = True
 
@@ -286,7 +270,16 @@ class SplitQueue(Splits):
         is_due = self._last_look is None or now - self._last_look >= self._enumerator.poll_secs
         if is_due and not self._waiting:
             self._last_look = now
-            self._discover()
+            try:
+                found = self._enumerator.discover()
+            except OSError as error:
+                if self._trouble is None:
+                    warn(f"{self.place} cannot be read at present: {error}; trying again")
+                self._trouble = error
+            else:
+                self._trouble = None
+                with self._changed:
+                    self._waiting.extend(map(Split, found))
         return bool(self._waiting)
 
     def assign(self, worker: int) -> Split:
@@ -315,8 +308,7 @@ class SplitQueue(Splits):
     def wait(self) -> str | None:
         """As in `Splits`; training ends if nothing more will come, or nothing came for `idle_secs`.
 
-        Raises:
-            DataSourceError: the source could not be reached for so long.
+        Raises `DataSourceError` if the source could not be reached for so long.
         """
         if self.look():
             return None
@@ -349,15 +341,3 @@ class SplitQueue(Splits):
             self._enumerator.restore(decoded["found"])
             self._wait_with(decoded["unread"])
             self._last_look = self._idle_since = None
-
-    def _discover(self) -> None:
-        try:
-            found = self._enumerator.discover()
-        except OSError as error:
-            if self._trouble is None:
-                warn(f"{self.place} cannot be read at present: {error}; trying again")
-            self._trouble = error
-            return
-        self._trouble = None
-        with self._changed:
-            self._waiting.extend(map(Split, found))

@@ -51,8 +51,12 @@ def write_table(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         OSError: it cannot be written.
         ConfigError: pyarrow, which Parquet files need, is not installed.
     """
-    writers = {".npz": _write_npz, ".csv": _write_csv, ".parquet": _write_parquet}
-    writers[path.suffix](path, arrays)
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+    elif path.suffix == ".csv":
+        _write_csv(path, arrays)
+    else:
+        _write_parquet(path, arrays)
 
 
 def _read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -88,11 +92,6 @@ def _read_parquet(path: Path) -> dict[str, np.ndarray]:
         if arrays[name].dtype == object and any(value is None for value in arrays[name]):
             raise ValueError(f"column {name} has nulls")
     return arrays
-
-
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with path.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def _write_csv(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -153,7 +152,7 @@ def load_npz(path: str | Path) -> dict[str, np.ndarray]:
             return {
                 entry.filename.removesuffix(_SUFFIX): _mapped(Path(path), file, entry)
                 if entry.compress_type == zipfile.ZIP_STORED
-                else _loaded(archive, entry)
+                else np.lib.format.read_array(archive.open(entry))
                 for entry in entries
             }
     except OSError as error:
@@ -175,9 +174,3 @@ def _mapped(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> np.ndarray:
         # An empty array cannot be mapped.
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
-
-
-def _loaded(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(entry) as file:
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-    return array

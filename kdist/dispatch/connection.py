@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,18 +95,17 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
     job = cluster.job.add()
     job.name = _JOB
     job.tasks[0] = own_address
-    filters = tf.config.experimental.ClusterDeviceFilters()
-    for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
-        for index in range(spec.num_tasks(this_job)):
-            filters.set_device_filters(this_job, index, [f"/job:{other_job}", f"/job:{_JOB}"])
     definition = tf.train.ServerDef(
         cluster=cluster,
         job_name=_JOB,
         task_index=0,
         protocol="grpc",
         default_session_config=tf_compat.session_config(),
-        cluster_device_filters=tf_compat.filters_as_proto(filters),
     )
+    for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
+        filters = definition.cluster_device_filters.jobs.add(name=this_job).tasks
+        for index in range(spec.num_tasks(this_job)):
+            filters[index].device_filters[:] = [f"/job:{other_job}", f"/job:{_JOB}"]
     try:
         (tf_compat.set_server_def if served is None else tf_compat.update_server_def)(definition)
     except tf.errors.OpError:
@@ -116,7 +115,8 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
     if served is None:
         sockets.bind_port(int(own_address.rpartition(":")[2]))
         _served[:] = [(own_address, sockets.bound_to())]
-    tf_compat.initialize()
+    # Makes their devices known.
+    tf.config.list_logical_devices()
     probe.assign(1)
     if int(probe) != 1:
         # Training would go on with other values than those of the program's variables.
@@ -142,9 +142,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
     definition = tf_compat.server_def()
     if before is None or definition is None:
         raise RuntimeError("used before connect()")
-    own = _jobs_of_this_process(definition)
-    del definition.cluster.job[:]
-    definition.cluster.job.extend([*spec.as_cluster_def().job, *own])
+    _replace_jobs(definition, spec.as_cluster_def().job)
     for job in definition.cluster.job:
         for task in without:
             if task.job == job.name:
@@ -164,9 +162,7 @@ def disconnect() -> None:
     if alone is None:
         return
     alone.ClearField("cluster_device_filters")
-    own = _jobs_of_this_process(alone)
-    del alone.cluster.job[:]
-    alone.cluster.job.extend(own)
+    _replace_jobs(alone, [])
     tf_compat.update_server_def(alone)
 
 
@@ -179,8 +175,11 @@ def _restore_environment() -> None:
     _environment_before.clear()
 
 
-def _jobs_of_this_process(definition: tf.train.ServerDef) -> list[Any]:
-    return [job for job in definition.cluster.job if job.name == _JOB]
+def _replace_jobs(definition: tf.train.ServerDef, jobs: Iterable[Any]) -> None:
+    """Replaces all jobs but that of this process."""
+    own = [job for job in definition.cluster.job if job.name == _JOB]
+    del definition.cluster.job[:]
+    definition.cluster.job.extend([*jobs, *own])
 
 
 def _server_for(own_address: str, *, any_port: bool) -> str | None:

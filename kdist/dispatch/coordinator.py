@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,13 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Finished:
-    """A call that has finished, without its function: handles to objects on the tasks must not survive in an error.
-
-    Attributes:
-        worker: index of the worker that ran it.
-        tag: given by its caller.
-        outcome: its return value or error.
-    """
+    """A finished call, without its function: handles to objects on the tasks must not survive in an error."""
 
     worker: int
     tag: Any
@@ -80,17 +75,22 @@ class Finished:
         return may_be_lost(self.outcome.exception())
 
 
+class Disabled(Enum):
+    """The reasons why a connected worker gets no calls."""
+
+    NO_DATA, STARTS_LATER, FAILED = range(3)
+
+
 class Calls:
     """The calls that wait for workers, and the workers that may take them. Thread-safe.
 
     Attributes:
-        available: workers that accept calls.
         connected: workers that TensorFlow is connected to; some of them may be disabled.
     """
 
     def __init__(self, workers: Collection[int]) -> None:
-        self.available = set(workers)
         self.connected = set(workers)
+        self._disabled: set[tuple[int, Disabled]] = set()
         self._shared: deque[Call] = deque()
         self._own: dict[int, deque[Call]] = {worker: deque() for worker in workers}
         self._changed = threading.Condition()
@@ -114,15 +114,33 @@ class Calls:
                 self._changed.wait()
         return None
 
-    def disable(self, worker: int) -> None:
-        """Gives a worker no more calls."""
+    @property
+    def available(self) -> list[int]:
+        """The workers that get calls."""
+        disabled = {worker for worker, _ in set(self._disabled)}
+        return [worker for worker in self._own if worker in self.connected and worker not in disabled]
+
+    def disable(self, worker: int, reason: Disabled) -> bool:
+        """Gives a worker no more calls, until it is another process or `enable`; returns whether this is new."""
         with self._changed:
-            self.available.discard(worker)
+            is_new = (worker, reason) not in self._disabled
+            self._disabled.add((worker, reason))
+        return is_new
+
+    def enable(self, worker: int, reason: Disabled) -> None:
+        with self._changed:
+            self._disabled.discard((worker, reason))
+            self._changed.notify_all()
+
+    def set_active(self, workers: Collection[int]) -> None:
+        """From now on gives calls to these workers only; the others finish the calls that they have started."""
+        for worker in self._own:
+            change = self.enable if worker in workers else self.disable
+            change(worker, Disabled.STARTS_LATER)
 
     def remove(self, worker: int) -> list[Call]:
         """Removes a worker; returns the calls that only it could have run."""
         with self._changed:
-            self.available.discard(worker)
             self.connected.discard(worker)
             calls = list(self._own[worker])
             self._own[worker].clear()
@@ -130,8 +148,9 @@ class Calls:
 
     def admit(self, worker: int) -> None:
         with self._changed:
-            self.available.add(worker)
             self.connected.add(worker)
+            # It is another process, whose data starts over.
+            self._disabled -= {(worker, Disabled.NO_DATA), (worker, Disabled.FAILED)}
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -141,7 +160,7 @@ class Calls:
         self.clear()
 
     def take_back(self) -> list[Call]:
-        """Takes back the calls that any worker could have run, and that none has taken."""
+        """Takes back the calls of `Coordinator.submit` that no worker has taken."""
         with self._changed:
             calls = list(self._shared)
             self._shared.clear()
@@ -175,13 +194,14 @@ class Coordinator:
         supervisor: knows which tasks serve; consulted while waiting.
         timeout: seconds without any result before unresponsive tasks are looked for.
         grace_secs: seconds that calls in flight have to finish after an interruption.
-
-    Attributes:
-        interrupted: returns whether training is to end.
-        num_lost: how often a worker was lost.
         on_return: called with the index of a worker that has returned: a new process that holds only the functions that
             were traced.
         on_loss: called with the index of a worker that is lost.
+
+    Attributes:
+        calls: that wait for workers.
+        interrupted: returns whether training is to end.
+        num_lost: how often a worker was lost.
 
     Raises:
         tf.errors.UnavailableError: on creation, when a task does not respond.
@@ -189,7 +209,15 @@ class Coordinator:
             for `timeout` seconds.
     """
 
-    def __init__(self, supervisor: Supervisor, *, timeout: float, grace_secs: float) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        timeout: float,
+        grace_secs: float,
+        on_return: Callable[[int], None],
+        on_loss: Callable[[int], None],
+    ) -> None:
         self._supervisor = supervisor
         self._cluster = cluster = supervisor.cluster
         self._spec = tf.train.ClusterSpec(cluster.spec.jobs)
@@ -200,14 +228,9 @@ class Coordinator:
         self._has_cancelled = False
         self.interrupted: Callable[[], bool] = lambda: False
         self.num_lost = 0
-        self.on_return: Callable[[int], None] | None = None
-        self.on_loss: Callable[[int], None] | None = None
-        self._disabled: set[int] = set()
-        #: Workers that start later.
-        self._waiting: set[int] = set()
+        self._on_return, self._on_loss = on_return, on_loss
         self._finished: queue.SimpleQueue[tuple[Call, Finished]] = queue.SimpleQueue()
-        self._has_threads = False
-        self._calls = Calls(self._workers)
+        self.calls = Calls(self._workers)
         #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
         self._away: set[int] = set()
         #: Failures of a connected worker since its last result.
@@ -217,26 +240,18 @@ class Coordinator:
         gc.collect()
         first_calls.forget()
         connect(self._spec, cluster.chief_address, any_port=cluster.any_chief_port)
-
-    @property
-    def available(self) -> list[int]:
-        """Indices of the workers that accept calls."""
-        return [worker for worker in self._workers if worker in self._calls.available]
+        for worker in self._workers:
+            # Left behind in a call that never returns, it ends with the process.
+            work = partial(_work, worker, self.calls, self._finished)
+            threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
 
     def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
-        """Calls `function` for the next free worker, and again for another one if that worker is lost.
-
-        Args:
-            function: worker index -> anything.
-            tag: returned with the outcome.
-        """
-        self._calls.put(Call(function, tag, is_shared=True))
-        self._start_threads()
+        """Calls `function` for the next free worker, and again for another one if that worker is lost."""
+        self.calls.put(Call(function, tag, is_shared=True))
 
     def start_on(self, worker: int, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for one worker; calls for the same worker run one after the other."""
-        self._calls.put(Call(function, tag, is_shared=False), worker)
-        self._start_threads()
+        self.calls.put(Call(function, tag, is_shared=False), worker)
 
     def next_finished(self) -> Finished:
         """Waits for a call to finish, and watches the tasks in the meantime.
@@ -244,7 +259,7 @@ class Coordinator:
         A call of `submit` whose worker is lost runs elsewhere; one of `start_on` is returned, and `is_lost`.
         """
         while True:
-            call, finished = self._wait(self._next_in)
+            call, finished = self._wait(self._next_in, is_call=True)
             error = finished.outcome.exception()
             if not may_be_lost(error):
                 self._failures[finished.worker] = 0
@@ -252,59 +267,28 @@ class Coordinator:
             self._has_failed(finished.worker, error)
             if not call.is_shared:
                 return finished
-            self._calls.put(call, first=True)
+            self.calls.put(call, first=True)
 
     def _next_in(self, timeout: float) -> tuple[Call, Finished] | None:
         with suppress(queue.Empty):
             return self._finished.get(timeout=timeout)
         return None
 
-    def disable(self, worker: int) -> bool:
-        """Gives no more calls to a worker without data, until it is another process.
+    def watch(self, function: Callable[[], T], kind: Hashable = None, *, is_call: bool = False) -> T:
+        """Runs a function that waits for tasks, and watches them in the meantime; see `start`.
 
-        Returns:
-            Whether it was enabled before: it may have started another call in the meantime.
+        Only a call of workers (`is_call`) is cancelled if it takes too long after an interruption: a save may take all
+        of the time that is left.
         """
-        self._calls.disable(worker)
-        is_new = worker not in self._disabled
-        self._disabled.add(worker)
-        return is_new
-
-    def enable(self, worker: int) -> None:
-        """Undoes `disable`: the worker has data again."""
-        self._disabled.discard(worker)
-        if worker in self._calls.connected and worker not in self._waiting and worker not in self._away:
-            self._calls.admit(worker)
-
-    def take_back(self) -> list[Any]:
-        """Takes back the calls of `submit` that no worker has started; returns their tags."""
-        return [call.tag for call in self._calls.take_back()]
-
-    def set_active(self, workers: Collection[int]) -> None:
-        """From now on gives calls to these workers only; the others finish the calls that they have started."""
-        self._waiting = set(self._workers) - set(workers)
-        for worker in self._workers:
-            if worker in self._waiting:
-                self._calls.disable(worker)
-            elif worker in self._calls.connected and worker not in self._disabled:
-                self._calls.admit(worker)
-
-    def watch(self, function: Callable[[], T], kind: Hashable = None) -> T:
-        """Runs a function that waits for tasks, and watches them in the meantime; see `start`."""
-        return self.wait_for(self.start(function, kind))
+        return self.wait_for(self.start(function, kind), is_call=is_call)
 
     def start(self, function: Callable[[], T], kind: Hashable = None) -> Future[T]:
-        """Runs a function that waits for tasks in a thread; after a failure it is left behind there.
-
-        Args:
-            kind: identifies the TensorFlow functions that it calls; see `FirstCalls`.
-        """
-
+        """Runs a function that waits for tasks in a thread, where a failure leaves it; `kind` as in `FirstCalls`."""
         return in_thread(partial(call_in_turn, function, kind))
 
-    def wait_for(self, outcome: Future[T]) -> T:
+    def wait_for(self, outcome: Future[T], *, is_call: bool = False) -> T:
         """Waits for what was started, and watches the tasks in the meantime."""
-        self._wait(lambda timeout: wait([outcome], timeout).done)
+        self._wait(lambda timeout: wait([outcome], timeout).done, is_call=is_call)
         return outcome.result()
 
     def before_tracing(self) -> None:
@@ -368,16 +352,16 @@ class Coordinator:
             return
         serving = self._supervisor.check()
         for worker in self._workers:
-            if worker not in serving and worker in self._calls.connected:
+            if worker not in serving and worker in self.calls.connected:
                 self._remove(worker)
         silent = {task.index for task in self._cluster.silent_tasks() if task.job == "worker"}
-        for worker in set(serving) - silent - self._disabled - self._waiting:
-            if worker not in self._calls.connected:
+        for worker in set(serving) - silent:
+            if worker not in self.calls.connected:
                 self._admit(worker)
             elif worker in self._away:
                 # If it is another process by now, its next call shows it.
                 self._away.discard(worker)
-                self._calls.admit(worker)
+                self.calls.enable(worker, Disabled.FAILED)
 
     def wait_a_moment(self, at_most: float) -> None:
         """Gives workers a moment, at most so many seconds, to return; `CallsCancelled` if training is to end."""
@@ -388,31 +372,31 @@ class Coordinator:
 
     def stop(self) -> None:
         """Ends the threads and the connection; handles to objects on the tasks must have been deleted before."""
-        self._calls.stop()
+        self.calls.stop()
         self._finished = queue.SimpleQueue()
         gc.collect()
         disconnect()
 
-    def _wait(self, poll: Callable[[float], T | None]) -> T:
+    def _wait(self, poll: Callable[[float], T | None], *, is_call: bool) -> T:
         """Calls `poll(timeout in seconds)` until it returns something true; returns that."""
         started, tries = time.monotonic(), 0
         while not (found := poll(min(_CHECK_SECS, self._timeout))):
-            self._cancel_when_overdue()
+            if is_call:
+                self._cancel_when_overdue()
             self.check_tasks()
             if time.monotonic() - started > self._timeout:
                 # A task that responds may run a long step, or prepare its first one.
                 tries = 0 if self._replace_silent() else tries + 1
                 if tries == _TRIES:
-                    lost = [Task("worker", worker) for worker in self._workers if worker not in self._calls.connected]
+                    lost = ", ".join(str(Task("worker", w)) for w in self._workers if w not in self.calls.connected)
                     late = f"no result for {_TRIES} x {self._timeout:g} s (cluster.step_timeout)"
-                    names = ", ".join(map(str, lost))
-                    every = f"{names} lost; every other task" if lost else "every task"
+                    every = f"{lost} lost; every other task" if lost else "every task"
                     raise ClusterError(f"{late}: {every} responds")
                 started = time.monotonic()
         # If results arrive all the time, nothing waits here; tasks are watched all the same.
         if time.monotonic() - self._last_check > _CHECK_SECS:
             self.check_tasks()
-            if self._calls.longest_secs() > self._timeout:
+            if self.calls.longest_secs() > self._timeout:
                 self._replace_silent()
         return found
 
@@ -425,7 +409,7 @@ class Coordinator:
             self._has_cancelled = True
             # Their calls must not continue while the parameters are read.
             self._cluster.kill([Task("worker", worker) for worker in self._workers])
-            self._calls.clear()
+            self.calls.clear()
             self._finished = queue.SimpleQueue()
             raise CallsCancelled
 
@@ -438,7 +422,7 @@ class Coordinator:
         silent, _ = self._ask()
         if silent:
             self._replace(silent, f"did not respond for {self._timeout:g} s (cluster.step_timeout)")
-        self._calls.forget_time()
+        self.calls.forget_time()
         return bool(silent)
 
     def _replace(self, silent: Collection[Task], what: str) -> None:
@@ -465,7 +449,7 @@ class Coordinator:
 
     def _connected(self) -> set[Task]:
         servers = {task for task in self._cluster.spec.shape.tasks if task.job == "ps"}
-        return servers | {Task("worker", worker) for worker in self._calls.connected}
+        return servers | {Task("worker", worker) for worker in self.calls.connected}
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Removes a worker whose call failed, if it is lost; otherwise lets it try again.
@@ -475,20 +459,19 @@ class Coordinator:
             tf.errors.OpError: the worker is connected, and its calls fail repeatedly.
         """
         self.examine()
-        if worker in self._calls.connected:
+        if worker in self.calls.connected:
             if Task("worker", worker) in self._cluster.silent_tasks():
                 self._away.add(worker)
                 return
             self._failures[worker] += 1
             if self._failures[worker] > _TRIES and error is not None:
                 raise error
-            self._calls.admit(worker)
+            self.calls.enable(worker, Disabled.FAILED)
 
     def _remove(self, worker: int) -> None:
         self.num_lost += 1
-        self._disabled.discard(worker)
         self._away.discard(worker)
-        for call in self._calls.remove(worker):
+        for call in self.calls.remove(worker):
             outcome: Future[Any] = Future()
             outcome.set_exception(tf.errors.UnavailableError(None, None, f"{Task('worker', worker)} is lost"))
             self._finished.put((call, Finished(worker, call.tag, outcome)))
@@ -496,8 +479,7 @@ class Coordinator:
         self._cluster.disconnect(Task("worker", worker))
         with suppress(*OUT_OF_REACH):
             self._reconnect()
-        if self.on_loss is not None:
-            self.on_loss(worker)
+        self._on_loss(worker)
 
     def _admit(self, worker: int) -> None:
         """Connects a worker that serves again; if that fails, the next check tries again."""
@@ -510,23 +492,14 @@ class Coordinator:
                 self._reconnect(and_with=worker)
             except OUT_OF_REACH:
                 return
-        if self.on_return is not None:
-            self.on_return(worker)
-        self._calls.admit(worker)
+        self._on_return(worker)
+        self.calls.admit(worker)
 
     def _reconnect(self, and_with: int | None = None) -> None:
-        connected = {*self._calls.connected, and_with}
+        connected = {*self.calls.connected, and_with}
         with first_calls.call(None):
             reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
             first_calls.forget()
-
-    def _start_threads(self) -> None:
-        if not self._has_threads:
-            self._has_threads = True
-            for worker in self._workers:
-                # Left behind in a call that never returns, it ends with the process.
-                work = partial(_work, worker, self._calls, self._finished)
-                threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
 
 
 def _work(worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Finished]]) -> None:
@@ -540,7 +513,7 @@ def _work(worker: int, calls: Calls, finished: queue.SimpleQueue[tuple[Call, Fin
                 outcome.set_result(call.function(worker))
         except BaseException as error:  # noqa: BLE001 - whoever takes the outcome raises it
             if may_be_lost(error):
-                calls.disable(worker)
+                calls.disable(worker, Disabled.FAILED)
             outcome.set_exception(error)
         finished.put((call, Finished(worker, call.tag, outcome)))
         # Handles to objects on the tasks must not survive in this frame.

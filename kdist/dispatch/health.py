@@ -24,11 +24,10 @@ class Supervisor:
     """Watches the tasks of a cluster.
 
     Args:
-        cluster: the tasks, which serve.
+        cluster: its tasks serve.
         max_worker_restarts: how often each worker is restarted.
 
     Attributes:
-        cluster: the tasks.
         restarts: how many workers were restarted, or returned.
     """
 

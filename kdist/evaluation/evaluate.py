@@ -26,6 +26,7 @@ from kdist.evaluation.on_workers import (
     shards_for,
     shards_of,
 )
+from kdist.hooks.keras_callbacks import Callbacks
 from kdist.model.logs import Logs, as_logs
 from kdist.model.source import ModelSource, overrides_of, preprocessing_of
 from kdist.model.state import finalize_ema, read_from_model, rows_cannot_be_sent, write_to_model
@@ -35,43 +36,34 @@ from kdist.strategies.prepared_training import prepare
 
 if TYPE_CHECKING:
     from kdist.hooks.base import Session
-    from kdist.hooks.keras_callbacks import Callbacks
     from kdist.strategies.base import Strategy
 
 
 def evaluations(
     source: ModelSource, arguments: ValidationArguments, checkpoints: Checkpoints, after: int = -1
 ) -> Iterator[tuple[int, Logs] | None]:
-    """Evaluates the newest checkpoint of a run, again and again, each checkpoint once.
-
-    Args:
-        source: the model; it gets the values of the checkpoints.
-        after: the step of the last checkpoint that was evaluated before.
+    """Evaluates the newest checkpoint of a run, again and again, each one once; that of step `after` was.
 
     Yields:
         The step, and loss and metrics; None if the newest checkpoint was evaluated before, or cannot be read.
     """
-    _build(source.model, arguments)
-    validator = Validator(source.model, arguments)
+    model = source.model
+    # It gets its variables, as for training.
+    data = arguments.training_data(preprocessing_of(model))
+    prepare(TrainingSpec(model, data, arguments.batch_size, None, 0, Path()), 1)
+    validator = Validator(model, arguments, Callbacks([], model))
     while True:
         newest = max(checkpoints.steps(), default=-1)
         # A run that starts over has smaller steps.
         values = None if newest in (-1, after) else checkpoints.read(newest)
-        # It may be deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
-        logs = None if values is None else validator.of_values(values)
+        if values is None:
+            # One may be deleted meanwhile, or damaged, which is for the chief to report; a newer one will come.
+            yield None
+            continue
+        after, logs = newest, validator.of_values(values)
         # Otherwise they would be in memory beside those of the next one.
         del values
-        if logs is None:
-            yield None
-        else:
-            after = newest
-            yield newest, logs
-
-
-def _build(model: keras.Model, arguments: ValidationArguments) -> None:
-    """Gives a model its variables, as for training."""
-    data = arguments.training_data(preprocessing_of(model))
-    prepare(TrainingSpec(model, data, arguments.batch_size, None, 0, Path()), 1)
+        yield newest, logs
 
 
 #: x, y and sample_weight.
@@ -79,47 +71,27 @@ Data: TypeAlias = tuple[Any, Any, Any]
 
 
 def evaluate(
-    model: keras.Model,
-    data: Data,
-    *,
-    batch_size: int | None = None,
-    verbose: int | str = 0,
-    steps: int | None = None,
-    callbacks: object = None,
+    model: keras.Model, data: Data, *, batch_size: int | None = None, verbose: int | str = 0, **options: Any
 ) -> Logs:
-    """Evaluates as `keras.Model.evaluate`, loss first; x may also be a dataset function."""
+    """Evaluates as `keras.Model.evaluate` with its other options, loss first; x may also be a dataset function."""
     x, y, sample_weight = data
     x = read_locally(x, batch_size)
     if not overrides_of(model, "evaluate"):
         x, y, sample_weight = map(arrays_for_keras, (x, y, sample_weight))
-    logs = model.evaluate(
-        x=x,
-        y=y,
-        batch_size=batch_size,
-        verbose=verbose,
-        sample_weight=sample_weight,
-        steps=steps,
-        callbacks=callbacks,
-        return_dict=True,
-    )
+    options |= {"batch_size": batch_size, "verbose": verbose, "return_dict": True}
+    logs = model.evaluate(x=x, y=y, sample_weight=sample_weight, **options)
     # A `test_step` of the user's may report no loss.
     return as_logs({**({"loss": logs["loss"]} if "loss" in logs else {}), **logs})
 
 
 def predict(
-    model: keras.Model,
-    x: object,
-    *,
-    batch_size: int | None = None,
-    verbose: int | str = 0,
-    steps: int | None = None,
-    callbacks: object = None,
+    model: keras.Model, x: object, *, batch_size: int | None = None, verbose: int | str = 0, **options: Any
 ) -> Any:
-    """Predicts as `keras.Model.predict`; `x` may also be a dataset function."""
+    """Predicts as `keras.Model.predict` with its other options; `x` may also be a dataset function."""
     x = read_locally(x, batch_size)
     if not overrides_of(model, "predict"):
         x = arrays_for_keras(x)
-    return model.predict(x=x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+    return model.predict(x=x, batch_size=batch_size, verbose=verbose, **options)
 
 
 @dataclass(frozen=True)
@@ -142,15 +114,13 @@ class WorkerPool:
         self, model: keras.Model, data: Data, batch_size: int | None, callbacks: Sequence[keras.callbacks.Callback] = ()
     ) -> Logs | None:
         """Does the same as `evaluate`; None if the workers cannot. Callbacks see the begin and the end."""
-        if not can_evaluate(model) or not self._can_give(model):
-            return None
-        shards = shards_for(model, data, batch_size, self.num_workers)
+        can = can_evaluate(model) and self._can_give(model)
+        shards = shards_for(model, data, batch_size, self.num_workers) if can else None
         if shards is None:
             return None
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_test_begin()
-        logs: Logs | None = self._run(model, MetricsOnWorkers(model, shards))
-        if logs is not None:
+        if (logs := self._run(model, MetricsOnWorkers(model, shards))) is not None:
             listed.on_test_end(dict(logs))
         return logs
 
@@ -159,15 +129,13 @@ class WorkerPool:
     ) -> Any:
         """Does the same as `keras.Model.predict`; None if the workers cannot. Callbacks see the begin and the end."""
         # The shards of a dataset are not in its order.
-        if not can_predict(model) or not self._can_give(model) or isinstance(x, tf.data.Dataset):
-            return None
-        shards = shards_of(x, None, None, batch_size, self.num_workers)
+        can = can_predict(model) and self._can_give(model) and not isinstance(x, tf.data.Dataset)
+        shards = shards_of(x, None, None, batch_size, self.num_workers) if can else None
         if shards is None:
             return None
         listed = keras.callbacks.CallbackList(list(callbacks), model=model)
         listed.on_predict_begin()
-        outputs = self._run(model, OutputsOnWorkers(model, shards))
-        if outputs is not None:
+        if (outputs := self._run(model, OutputsOnWorkers(model, shards))) is not None:
             listed.on_predict_end()
         return outputs
 
@@ -219,11 +187,10 @@ class ValidationArguments:
 
 
 class Validator:
-    """Evaluates `model` on the validation data of a `fit`, during training and after it.
+    """Evaluates the model of a `fit` on its validation data, during training and after it.
 
     Args:
-        model: the trainer's own; it gets the values that are validated.
-        callbacks: called at the events of an evaluation.
+        model: gets the values that are validated.
         stays_on_servers: tells if the model, built, is too large for this process.
 
     Raises:
@@ -234,7 +201,7 @@ class Validator:
         self,
         model: keras.Model,
         arguments: ValidationArguments,
-        callbacks: Callbacks | None = None,
+        callbacks: Callbacks,
         stays_on_servers: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
@@ -260,20 +227,12 @@ class Validator:
 
         With several workers, they compute it, and pull from the servers what they need for it.
 
-        Raises:
-            ConfigError: the model stays on the servers, and the workers cannot compute it.
+        Raises `ConfigError` if the model stays on the servers, and the workers cannot compute it.
         """
-        strategy = session.strategy
-        if strategy.has_workers and not self._has_looked:
-            self._has_looked, self._on_workers = True, self._evaluation_for(strategy.num_replicas)
-        logs = None
-        if strategy.has_workers and self._on_workers is not None:
-            logs = self._by_workers(session, self._on_workers)
+        logs = self._by_workers(session) if session.strategy.has_workers else None
         if logs is not None or session.interrupted:
             return logs or {}
         self._bring(session)
-        if self._callbacks is None:
-            return self.evaluate()
         self._callbacks.see(session)
         logs = self.evaluate(self._callbacks.list)
         self._callbacks.push(session)
@@ -282,7 +241,8 @@ class Validator:
     def of_values(self, values: Mapping[str, np.ndarray]) -> Logs:
         """Loss and metrics of other values, by their names in a checkpoint; computed in this process."""
         write_to_model(self._model, values)
-        self._finish_model()
+        if self._arguments.with_ema:
+            finalize_ema(self._model)
         return self.evaluate()
 
     def evaluate(self, callbacks: keras.callbacks.CallbackList | None = None) -> Logs:
@@ -290,12 +250,8 @@ class Validator:
         arguments = self._arguments
         if arguments.data is None:
             return {}
-        batch_size, steps = arguments.batch_size, arguments.steps
-        return evaluate(self._model, arguments.parts, batch_size=batch_size, steps=steps, callbacks=callbacks)
-
-    def _finish_model(self) -> None:
-        if self._arguments.with_ema:
-            finalize_ema(self._model)
+        options: dict[str, Any] = {"batch_size": arguments.batch_size, "steps": arguments.steps, "callbacks": callbacks}
+        return evaluate(self._model, arguments.parts, **options)
 
     def _bring(self, session: Session) -> None:
         """Gives the model the values that are validated."""
@@ -307,18 +263,20 @@ class Validator:
                 "validation_steps and validate_with_ema"
             )
         session.read_into(partial(write_to_model, self._model))
-        self._finish_model()
+        if self._arguments.with_ema:
+            finalize_ema(self._model)
 
-    def _by_workers(self, session: Session, evaluation: MetricsOnWorkers) -> Logs | None:
+    def _by_workers(self, session: Session) -> Logs | None:
         """Loss and metrics by the workers; None if they were interrupted, or cannot compute them."""
-        if self._model_is_used and rows_cannot_be_sent(self._model):
+        if not self._has_looked:
+            self._has_looked, self._on_workers = True, self._evaluation_for(session.strategy.num_replicas)
+        evaluation, callbacks = self._on_workers, self._callbacks
+        if evaluation is None or (self._model_is_used and rows_cannot_be_sent(self._model)):
             return None
-        callbacks = self._callbacks
         evaluation.values = self._brought_values(session) if self._model_is_used else None
-        if callbacks is not None:
-            (callbacks.see if self._model_is_used else callbacks.pull)(session)
-            callbacks.list.on_test_begin()
-            callbacks.push(session)
+        (callbacks.see if self._model_is_used else callbacks.pull)(session)
+        callbacks.list.on_test_begin()
+        callbacks.push(session)
         try:
             results = session.strategy.on_workers(evaluation)
         except NeedsWholeTable:
@@ -328,9 +286,8 @@ class Validator:
         if results is None:
             return None
         logs = evaluation.join(results)
-        if callbacks is not None:
-            callbacks.list.on_test_end(dict(logs))
-            callbacks.push(session)
+        callbacks.list.on_test_end(dict(logs))
+        callbacks.push(session)
         return logs
 
     def _brought_values(self, session: Session) -> dict[str, np.ndarray]:
@@ -339,7 +296,7 @@ class Validator:
 
     def _evaluation_for(self, num_workers: int) -> MetricsOnWorkers | None:
         arguments = self._arguments
-        acts_on_batches = self._callbacks is not None and self._callbacks.acts_on_test_batches
+        acts_on_batches = self._callbacks.acts_on_test_batches
         at_least = 1 if self._stays_on_servers() else 2
         if num_workers < at_least or arguments.steps is not None or acts_on_batches or not can_evaluate(self._model):
             return None

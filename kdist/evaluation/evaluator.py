@@ -41,13 +41,9 @@ _STOP_SECS = 5.0
 
 
 class Evaluator(Hook):
-    """Runs the evaluator for as long as a session, and reports its results.
+    """Runs the evaluator for as long as a session, and reports its results, also to `best`.
 
-    Args:
-        log_dir: folder for the evaluator's log.
-        best: gets the results.
-        max_restarts: restarts of a process that died.
-        last_secs: seconds that the end of training waits for it.
+    It is restarted `max_restarts` times if it dies; the end of training waits `last_secs` for it.
     """
 
     def __init__(
@@ -169,9 +165,7 @@ def evaluate_until_done(
 
     Args:
         files: the chief's run dir.
-        membership: this process.
         start_timeout: seconds to wait for a chief.
-        print_line: takes the lines of the console.
 
     Raises:
         ConfigError: no validation data, or no run dir, or one on object storage that refuses or cannot be reached.
@@ -209,12 +203,7 @@ def evaluate_until_done(
 
 
 class ChiefWatch:
-    """Watches the chief by its run dir, where its lock has a heartbeat.
-
-    Args:
-        membership: this process.
-        start_timeout: seconds to wait for the chief.
-    """
+    """Watches the chief of a membership by its run dir, where its lock has a heartbeat."""
 
     def __init__(self, run: RunDir, membership: Membership, start_timeout: float) -> None:
         self._run, self._lock = run, RunLock(run.folder)
@@ -235,10 +224,9 @@ class ChiefWatch:
     def is_done(self) -> bool:
         """True if it started and has finished, or had finished before and did not start again.
 
-        Raises:
-            ClusterError: it did not start, it failed, or it died.
+        Raises `ClusterError` if it did not start, it failed, or it died.
         """
-        if self._lock.living_owner() is not None:
+        if self._lock.living() is not None:
             self._has_come, self._missing_since = True, None
             self.was_heard()
             return False

@@ -24,7 +24,7 @@ from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import WorkerArgument, arrived_shares, without_copies
 from kdist.data.file_column import columns_of
 from kdist.data.serialization import dataset_graph, dataset_of_graph
-from kdist.data.sources import as_tuples, has_labels, preprocess_batches
+from kdist.data.sources import as_tuples, has_labels, has_ragged_tensor, preprocess_batches
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import RowLookups
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
@@ -98,9 +98,10 @@ def shards_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, number
         # An unknown or infinite length is negative; some datasets exist in this process only.
         with suppress(ConfigError):
             return _shards_of_dataset(x, number) if int(x.cardinality().numpy()) >= number else None
-    if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(x, y, sample_weight):
+    data = x, y, sample_weight
+    if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(data) or has_ragged_tensor(data):
         return None
-    arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, (x, y, sample_weight)))
+    arrays = keras.utils.pack_x_y_sample_weight(*map(as_tuples, data))
     lengths = {array.shape[0] if getattr(array, "shape", ()) else 0 for array in tf.nest.flatten(arrays)}
     # At least one batch per worker.
     is_enough = len(lengths) == 1 and min(lengths) >= number * (batch_size or 32)
@@ -168,10 +169,7 @@ def _with_pulled(training: PresentValues) -> _Run:
 
 
 class _OnWorkers(abc.ABC):
-    """A computation that each worker runs on its shard of the data.
-
-    Args:
-        model: built; the source of the function, not changed.
+    """A computation with a built model that each worker runs on its shard of the data.
 
     Attributes:
         values: of the model's variables, by their names in a checkpoint; set before each run. None: workers pull the
@@ -189,24 +187,18 @@ class _OnWorkers(abc.ABC):
     def trace(self, training: PresentValues | None) -> tuple[Any, Any]:
         """The functions for the workers: one creates a shard's dataset, one iterates over it.
 
-        Raises:
-            NeedsWholeTable: an evaluation that pulls needs more of a table than rows.
+        Raises `NeedsWholeTable` if an evaluation that pulls needs more of a table than rows.
         """
         self._shards.trace_transfer()
         make = function_for_tasks(self._shards.dataset, tf.TensorSpec([], tf.int64), *self._shards.specs)
-        if self.values is None:
-            assert training is not None
-            through = function_for_tasks(
-                lambda dataset: self._through(dataset, _with_pulled(training)), make.structured_outputs
-            )
-            return make, through
         variables = list(self._names.values())
-        through = function_for_tasks(
-            lambda dataset, given: self._through(dataset, _with_given(variables, given)),
-            make.structured_outputs,
-            [tf.TensorSpec(v.shape, v.dtype) for v in variables],
-        )
-        return make, through
+        specs = [] if self.values is None else [[tf.TensorSpec(v.shape, v.dtype) for v in variables]]
+
+        def through(dataset: tf.data.Dataset, *given: Sequence[tf.Tensor]) -> Any:
+            run = _with_given(variables, *given) if given or training is None else _with_pulled(training)
+            return self._through(dataset, run)
+
+        return make, function_for_tasks(through, make.structured_outputs, *specs)
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
         """A shard's dataset, on the worker that this is called for."""
@@ -223,11 +215,9 @@ class _OnWorkers(abc.ABC):
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
         """Iterates over a shard; traced."""
 
-    def _set(self, scope: keras.StatelessScope, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
-        """Sets the values of variables in a scope, and those of seeds."""
-        # Random numbers during evaluation are the same for every batch.
+    def _fix_seeds(self, scope: keras.StatelessScope) -> None:
+        """Lets random numbers during evaluation be the same for every batch."""
         scope.state_mapping |= {id(seed): tf.zeros(seed.shape, seed.dtype) for seed in self._seeds}
-        scope.state_mapping |= {id(variable): value for variable, value in zip(variables, values)}
 
 
 def _fold(dataset: tf.data.Dataset, step: Callable[..., Sequence[Any]], initial: Sequence[Any]) -> list[Any]:
@@ -261,7 +251,8 @@ class MetricsOnWorkers(_OnWorkers):
         metrics = metric_variables(self._model)
 
         def add(scope: keras.StatelessScope, batch: Any, totals: Sequence[tf.Tensor]) -> list[Any]:
-            self._set(scope, metrics, totals)
+            self._fix_seeds(scope)
+            scope.state_mapping |= {id(metric): total for metric, total in zip(metrics, totals)}
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             y_pred, loss = forward(self._model, x, y, sample_weight, training=False)
             update_metrics(self._model, x, y, y_pred, sample_weight, loss, batch_size_of((x,)))
@@ -282,7 +273,7 @@ class OutputsOnWorkers(_OnWorkers):
 
     def _through(self, dataset: tf.data.Dataset, run: _Run) -> Any:
         def predict_on(scope: keras.StatelessScope, x: Any) -> Any:
-            self._set(scope, [], [])
+            self._fix_seeds(scope)
             return call(self._model, x, training=False)
 
         def predict(batch: Any) -> Any:

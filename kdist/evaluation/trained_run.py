@@ -48,7 +48,6 @@ class TrainedRun:
 
     Args:
         config: with the model, and the cluster that evaluates it; checked.
-        run: the run dir.
         step: of the checkpoint; None for the newest undamaged one, or without any for the values of `model.keras`,
             which is then the model of the config.
         log_dir: folder for the logs of tasks.
@@ -132,8 +131,7 @@ class TrainedRun:
             self._prepare(self.model)
         data, batch_size = arguments.parts, arguments.batch_size
         if (pool := self._pool()) is not None:
-            logs = pool.evaluate(self.model, data, batch_size)
-            if logs is not None:
+            if (logs := pool.evaluate(self.model, data, batch_size)) is not None:
                 return logs
             warn("the workers cannot evaluate this model or data; this process does")
         return evaluate(self.load(), data, batch_size=batch_size)
@@ -141,8 +139,7 @@ class TrainedRun:
     def predict(self, x: Any, batch_size: int | None) -> Any:
         """Predicts as `keras.Model.predict`, on the workers if the cluster has some and they can."""
         if (pool := self._pool()) is not None:
-            outputs = pool.predict(self.model, x, batch_size)
-            if outputs is not None:
+            if (outputs := pool.predict(self.model, x, batch_size)) is not None:
                 return outputs
             warn("the workers cannot predict with this model or data; this process does")
         return predict(self.load(), x, batch_size=batch_size)
@@ -161,7 +158,7 @@ class TrainedRun:
             return steps[-1] if wanted is None else wanted
         if not self._is_of_file:
             error = ConfigError(f"{self._run}: has no checkpoint with the values of the model")
-            if RunLock(self._run.folder).living_owner() is not None:
+            if RunLock(self._run.folder).living() is not None:
                 error = ConfigError(f"{error}; the run has just begun: try again later")
                 error.exit_code = 75
             raise error
@@ -205,9 +202,7 @@ class TrainedRun:
         pulls = rows_cannot_be_sent(self.model) or num_bytes(self.model) > self._config.run.export_max_bytes
         if not pulls:
             self.load()
-        config = self._config
-        make = partial(registry.create, config, self._shape)
-        training = self._bring_back if pulls else None
+        make, training = partial(registry.create, self._config, self._shape), self._bring_back if pulls else None
         return WorkerPool(make, self._shape.num_workers, self._log_dir, self._grace_secs, training)
 
     def _bring_back(self, strategy: Strategy) -> None:

@@ -6,6 +6,7 @@ import abc
 import csv
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ END_FILE = "_END"
 #: Files of these names are not complete, or are no data.
 _HIDDEN = (".", "_")
 _UNFINISHED = ".tmp"
-_KINDS = {"tfrecord": "tfrecord", "tfrecords": "tfrecord", "csv": "csv", "parquet": "parquet"}
+_PATTERN = re.compile(r"[^/]*\.(?:(?P<tfrecord>tfrecords?)(?:\.gz)?|(?P<csv>csv)(?:\.gz)?|(?P<parquet>parquet))")
 
 
 def arriving_files(
@@ -68,7 +69,12 @@ def arriving_files(
     folder = Path(folder).absolute()
     if not folder.is_dir():
         raise ConfigError(f"folder={folder}: there is no such folder")
-    kind = _kind_of(pattern)
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
+        raise ConfigError(
+            f"pattern={pattern}: must be of names of files, and end in .tfrecord, .csv (also with .gz) or .parquet"
+        )
+    kind = match.lastgroup
     if kind == "csv" and columns is None:
         raise ConfigError(f"pattern={pattern}: CSV files need columns, as {{'label': 'int64', 'price': 'float32'}}")
     if kind == "tfrecord" and columns is not None:
@@ -80,16 +86,6 @@ def arriving_files(
         dtypes = _dtypes(columns)
         file_format = Csv(dtypes) if kind == "csv" else Parquet({name: dtype.name for name, dtype in dtypes.items()})
     return ArrivingFiles(folder, pattern, file_format, parse, idle_secs, poll_secs)
-
-
-def _kind_of(pattern: str) -> str:
-    name, is_compressed = (pattern[:-3], True) if pattern.endswith(".gz") else (pattern, False)
-    kind = _KINDS.get(name.rpartition(".")[2])
-    if "/" in pattern or kind is None or (is_compressed and kind == "parquet"):
-        raise ConfigError(
-            f"pattern={pattern}: must be of names of files, and end in .tfrecord, .csv (also with .gz) or .parquet"
-        )
-    return kind
 
 
 def _dtypes(columns: Mapping[str, Any]) -> dict[str, tf.DType]:
@@ -214,10 +210,7 @@ class TfRecords(FileFormat):
 class Csv(FileFormat):
     """CSV files as of RFC 4180, also compressed by gzip (`.gz`); the first line of each has the names of its columns.
 
-    A batch is a dict of tensors `[n]`. Every value must be there.
-
-    Args:
-        dtypes: of all columns by name, in the order of the file.
+    A batch is a dict of tensors `[n]`. Every value must be there. `dtypes` has all columns, in the order of the file.
     """
 
     def __init__(self, dtypes: Mapping[str, tf.DType]) -> None:

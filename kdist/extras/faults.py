@@ -21,7 +21,6 @@ from kdist.config.checks import check_one_of, check_whole_number
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
-_SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 _CHUNK = bytes(1 << 20)
 
 
@@ -35,7 +34,6 @@ class Drill(Hook, abc.ABC):
     def __init__(self, at_step: int) -> None:
         check_whole_number("drill.at_step", at_step)
         self._at_step = at_step
-        self._is_done = False
 
     def begin(self, session: Session) -> None:
         self._is_done = False
@@ -57,7 +55,6 @@ class SignalTask(Drill):
     """Kills or stops a task.
 
     Args:
-        at_step: the global step.
         task: for example `worker:1` or `ps:0`; this process must have started it.
         number: `KILL`, or `STOP`: it exists, but no longer runs.
     """
@@ -65,8 +62,8 @@ class SignalTask(Drill):
     def __init__(self, at_step: int, task: str, number: str = "KILL") -> None:
         super().__init__(at_step)
         self._task = task
-        check_one_of("drill.number", number, list(_SIGNALS))
-        self._signal = _SIGNALS[number]
+        check_one_of("drill.number", number, ("KILL", "STOP"))
+        self._signal = signal.Signals[f"SIG{number}"]
 
     def inject(self, session: Session) -> str:
         os.kill(_pid_of(session, self._task), self._signal)
@@ -77,7 +74,6 @@ class SlowTask(Drill):
     """Slows a task down from then on: it is stopped most of the time.
 
     Args:
-        at_step: the global step.
         task: for example `worker:1`; this process must have started it.
         factor: how many times slower; more than 1.
     """
@@ -106,7 +102,6 @@ class FillDisk(Drill):
     """Fills the file system of the run dir for a while.
 
     Args:
-        at_step: the global step.
         secs: until it is freed again; null: at the end.
         max_bytes: a file system with more free space is left alone.
     """
@@ -116,7 +111,6 @@ class FillDisk(Drill):
         self._secs = secs
         self._max_bytes = max_bytes
         self._file: Path | None = None
-        self._timer: threading.Timer | None = None
 
     def inject(self, session: Session) -> str:
         folder = session.checkpoints.folder
@@ -132,9 +126,9 @@ class FillDisk(Drill):
             while file.write(_CHUNK):
                 pass
         if self._secs is not None:
-            self._timer = threading.Timer(self._secs, self.close)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(self._secs, self.close)
+            timer.daemon = True
+            timer.start()
         return f"the file system of {folder} is full"
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,13 +108,12 @@ class KafkaTopic(SplitSource):
 class TopicEnumerator(SplitEnumerator):
     """Finds messages; a split is a run of them in one partition.
 
-    Args:
-        source: the topic.
-
     Raises:
         ConfigError: there is no such topic, or the client refuses its config.
         DataSourceError: no broker answers.
     """
+
+    ended_by = None
 
     def __init__(self, source: KafkaTopic) -> None:
         self.place = f"topic {source.topic} at {source.config['bootstrap.servers']}"
@@ -142,10 +141,6 @@ class TopicEnumerator(SplitEnumerator):
             new += [str(Messages(topic, partition, at, min(at + size, end))) for at in range(begin, end, size)]
             self._found[partition] = max(begin, end)
         return new
-
-    @property
-    def ended_by(self) -> str | None:
-        return None
 
     def state(self) -> dict[str, int]:
         return {str(partition): offset for partition, offset in sorted(self._found.items())}
@@ -186,11 +181,8 @@ class Messages:
 class Client:
     """A consumer of no group: it reads given offsets, and commits nothing. One thread at a time may use it.
 
-    Args:
-        config: of librdkafka; values that begin with `$` name environment variables.
-
     Raises:
-        ConfigError: librdkafka refuses it, or a variable is not set.
+        ConfigError: librdkafka refuses the config, or a variable that it names is not set.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -228,12 +220,8 @@ class Client:
                     if found.error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                         raise ConfigError(f"topic={topic}: there is no such topic")
                     raise OSError(found.error.str())
-                return {
-                    partition: self._consumer.get_watermark_offsets(
-                        TopicPartition(topic, partition), timeout=_ASK_SECS, cached=False
-                    )
-                    for partition in sorted(found.partitions)
-                }
+                ends_of = partial(self._consumer.get_watermark_offsets, timeout=_ASK_SECS, cached=False)
+                return {number: ends_of(TopicPartition(topic, number)) for number in sorted(found.partitions)}
             except KafkaException as error:
                 raise OSError(_text(error)) from error
 
@@ -283,10 +271,7 @@ def client_of(config: str) -> Client:
 
 
 def messages(config: bytes, name: bytes, num_read: np.ndarray) -> list[np.ndarray]:
-    """Reads a split in the process of a worker, but its first `num_read` messages; returns arrays of `FIELDS`.
-
-    `config` is that of the client, as JSON.
-    """
+    """Reads a split in the process of a worker, but its first `num_read` messages; returns arrays of `FIELDS`."""
     found = client_of(config.decode()).read(Messages.named(name.decode()))[int(num_read) :]
     keys = [message.key() or b"" for message in found]
     return [
@@ -300,13 +285,11 @@ def messages(config: bytes, name: bytes, num_read: np.ndarray) -> list[np.ndarra
 
 def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the values of the environment variables that it names."""
-    resolved = dict(config)
-    for key, value in config.items():
-        if isinstance(value, str) and value.startswith("$"):
-            if value[1:] not in os.environ:
-                raise ConfigError(f"config: {key}={value}: this environment variable is not set")
-            resolved[key] = os.environ[value[1:]]
-    return resolved
+    named = {key: value[1:] for key, value in config.items() if isinstance(value, str) and value.startswith("$")}
+    for key, name in named.items():
+        if name not in os.environ:
+            raise ConfigError(f"config: {key}=${name}: this environment variable is not set")
+    return {**config, **{key: os.environ[name] for key, name in named.items()}}
 
 
 def _text(error: Exception) -> str:

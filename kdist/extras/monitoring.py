@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,7 @@ from kdist.cluster.network.http_server import HttpServer, health_of, health_serv
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.run.statistics import RunStatistics
-
-if TYPE_CHECKING:
-    from kdist.model.metrics import MetricTotals
+from kdist.hooks.reports import RunTotals
 
 PATH = "/metrics"
 
@@ -41,7 +38,18 @@ _HELP = {
 }
 
 
-class MetricsServer(Hook):
+class _Served(Hook):
+    """Serves pages until the run ends."""
+
+    _server: HttpServer | None = None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class MetricsServer(_Served):
     """Serves the state of the run at `http://<host>:<port>/metrics`, from before the cluster starts to the end.
 
     `run.metrics_port` adds it.
@@ -61,11 +69,9 @@ class MetricsServer(Hook):
         check_port("run.metrics_port", port)
         self._address = (host, port)
         self._clock = clock
-        self._server: HttpServer | None = None
 
     def begin(self, session: Session) -> None:
         self._dropped = 0
-        self._totals: MetricTotals | None = None
         self._begin_window()
         self._state: dict[str, dict[str, float]] = {}
         self._pids: Mapping[str, int] = {}
@@ -79,7 +85,6 @@ class MetricsServer(Hook):
         session = context.session
         self._dropped += sum(counts.dropped for counts in values.gradient_counts.values())
         self._window.add(values)
-        self._totals = values.totals if self._totals is None else self._totals + values.totals
         if self._clock() - self._began >= _EVERY_SECS or "kdist_training" not in self._state:
             self._report(session)
         self._set_counts(session)
@@ -87,16 +92,10 @@ class MetricsServer(Hook):
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         self._state["kdist_validation"] = _by_metric(logs)
 
-    def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-
     def _report(self, session: Session) -> None:
-        window, totals = self._window, self._totals
-        assert totals is not None
+        window = self._window
         self._begin_window()
-        self._state["kdist_training"] = _by_metric(session.training_logs(totals))
+        self._state["kdist_training"] = _by_metric(session.training_logs(window.totals))
         if session.is_asynchronous:
             self._state["kdist_staleness_mean"] = {"": window.gradients.staleness_mean}
             self._state["kdist_staleness_max"] = {"": window.gradients.staleness_max}
@@ -106,7 +105,7 @@ class MetricsServer(Hook):
 
     def _begin_window(self) -> None:
         """Forgets the steps that were reported."""
-        self._window, self._began, self._totals = RunStatistics(), self._clock(), None
+        self._window, self._began = RunTotals(), self._clock()
 
     def _set_counts(self, session: Session) -> None:
         state = self._state
@@ -149,11 +148,7 @@ def _labels(**labels: str) -> str:
 
 
 def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
+    return repr(value) if math.isfinite(value) else f"{value:+}".replace("+nan", "NaN").replace("inf", "Inf")
 
 
 def _resident_bytes(pid: int) -> int | None:
@@ -165,7 +160,7 @@ def _resident_bytes(pid: int) -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class HealthCheck(Hook):
+class HealthCheck(_Served):
     """Answers at `http://<host>:<port>/healthz` and `/readyz`, from before the cluster starts to the end.
 
     Both say the global step and the seconds since there was a new one. `/readyz` has status 503 until training starts.
@@ -185,7 +180,6 @@ class HealthCheck(Hook):
         self._port = port
         self._clock = clock
         self._interface = interface
-        self._server: HttpServer | None = None
 
     def begin(self, session: Session) -> None:
         #: The last step and its time, in one: a request may come at any moment.
@@ -197,11 +191,6 @@ class HealthCheck(Hook):
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._reached = values.global_step, self._clock()
-
-    def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
 
     def _health(self) -> Mapping[str, Any]:
         """Called by threads of the server."""

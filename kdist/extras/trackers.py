@@ -22,7 +22,7 @@ from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.logs import scalars
 from kdist.run.result import Result, final_metrics
-from kdist.storage.files import written_whole
+from kdist.storage.files import write_whole
 
 
 class Tracker(Hook, abc.ABC):
@@ -49,9 +49,8 @@ class Tracker(Hook, abc.ABC):
         self._extra = extra
         self._save_model = save_model
         self._timeout = timeout
-        #: The thread, and calls for it; None between two fits.
+        #: Makes the calls; None between two fits.
         self._thread: threading.Thread | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._error: BaseException | None = None
 
     @abc.abstractmethod
@@ -91,11 +90,11 @@ class Tracker(Hook, abc.ABC):
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         self._run_dir = run_dir
-        self._calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error = None
         self._thread = threading.Thread(target=self._work, args=[self._calls], daemon=True)
         self._thread.start()
-        self._send(partial(self._start_here, result))
+        self._calls.put(partial(self._start_here, result))
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._report_error()
@@ -105,21 +104,21 @@ class Tracker(Hook, abc.ABC):
         metrics["train/learning_rate"] = session.learning_rate()
         if steps_per_second is not None:
             metrics["steps_per_second"] = steps_per_second
-        self._send(partial(self._log, metrics, session.global_step))
+        self._calls.put(partial(self._log, metrics, session.global_step))
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         metrics = {f"validation/{name}": value for name, value in scalars(logs)}
-        self._send(partial(self._log, metrics, session.global_step))
+        self._calls.put(partial(self._log, metrics, session.global_step))
 
     def after_fit(self, result: Result) -> None:
-        if self._thread is None or self._calls is None:
+        if self._thread is None:
             # Another hook has failed before this one began.
             return
         names = ["result.json", "metrics.csv", "placement.png", *(["model.keras"] if self._save_model else [])]
         paths = [self._run_dir / name for name in names]
-        self._send(partial(self._finish, result, [path for path in paths if path.exists()]))
+        self._calls.put(partial(self._finish, result, [path for path in paths if path.exists()]))
         self._calls.put(None)
-        thread, self._thread, self._calls = self._thread, None, None
+        thread, self._thread = self._thread, None
         thread.join(self._timeout)
         if thread.is_alive():
             name = type(self).__name__
@@ -130,15 +129,10 @@ class Tracker(Hook, abc.ABC):
     def _start_here(self, result: Result) -> None:
         file = self._run_dir / f"{self._extra}.json"
         earlier = json.loads(file.read_text()) if file.exists() else {}
-        with written_whole(file) as path:
-            path.write_text(json.dumps(dict(self._start(earlier, result))))
-
-    def _send(self, call: Callable[[], None]) -> None:
-        """Lets the thread make a call, unless an earlier one has failed."""
-        assert self._calls is not None
-        self._calls.put(call)
+        write_whole(file, json.dumps(dict(self._start(earlier, result))))
 
     def _work(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        """Makes calls until None comes, or one fails; those after that are discarded."""
         has_failed = False
         while (call := calls.get()) is not None:
             try:
@@ -243,8 +237,7 @@ class MlflowTracker(Tracker):
             tags["mlflow.source.git.commit"] = result.git["commit"]
         if (folder := self._sweep_folder) is not None:
             tags["mlflow.parentRunId"] = self._parent(identity, folder)
-        created: str = self._client.create_run(identity, tags=tags, run_name=self._name).info.run_id
-        return created
+        return str(self._client.create_run(identity, tags=tags, run_name=self._name).info.run_id)
 
     def _parent(self, experiment: str, folder: Path) -> str:
         """The run of the sweep, which the first of its trials has created."""
@@ -331,13 +324,8 @@ class WandbTracker(Tracker):
             )
         else:
             self._run = wandb.run
-        self._run.config.update(
-            {
-                **result.config,
-                "resolved": {"strategy": result.strategy, "cluster": result.cluster, "seed": result.seed},
-            },
-            allow_val_change=True,
-        )
+        resolved = {"strategy": result.strategy, "cluster": result.cluster, "seed": result.seed}
+        self._run.config.update({**result.config, "resolved": resolved}, allow_val_change=True)
         # A step may have several lines, and a run that resumes goes back to its last checkpoint.
         self._run.define_metric("*", step_metric="global_step")
         return {"id": self._run.id}

@@ -21,19 +21,25 @@ from kdist.strategies.prepared_training import prepare
 
 def finished_outcome(fit: Fit) -> FitOutcome | None:
     """The outcome of a fit with nothing to train; None of any other."""
-    return _ended_before(fit) or (_without_epochs(fit) if fit.has_no_epoch else None)
+    return _ended_before(fit) or _without_epochs(fit)
 
 
-def _without_epochs(fit: Fit) -> FitOutcome:
-    """The outcome of a fit that has no epoch: the model is built, and callbacks see begin and end, as in Keras."""
-    train, model = fit.config.train, fit.source.model
+def _without_epochs(fit: Fit) -> FitOutcome | None:
+    """The outcome of a fit whose last epoch is before its first one, as in a program whose stages may be empty.
+
+    The model is built, and callbacks see begin and end, as in Keras.
+    """
+    train = fit.config.train
+    if train.steps is not None or train.epochs is None or train.epochs > fit.data.initial_epoch:
+        return None
+    model = fit.source.model
     prepare(fit.training_spec(fit.training_data), 1)
     step = fit.model_step
     history = keras.callbacks.History()
     if not fit.place.is_chief:
         return FitOutcome(Result(), fit.resume, history)
     if not fit.is_quiet:
-        say(lines.no_epoch_line(step, train.epochs or 0, fit.data.initial_epoch))
+        say(lines.no_epoch_line(step, train.epochs, fit.data.initial_epoch))
     callbacks = keras.callbacks.CallbackList([history, *fit.data.callbacks], model=model, epochs=train.epochs)
     callbacks.on_train_begin()
     callbacks.on_train_end()

@@ -78,9 +78,6 @@ def not_the_chief(membership: Membership) -> ConfigError:
 class EndedSession:
     """The session of the chief, for a task that has taken part in it: it has ended.
 
-    Args:
-        task: this one.
-
     Raises:
         ConfigError: for all else that the chief alone has.
     """

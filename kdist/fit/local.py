@@ -51,11 +51,7 @@ def run_here(fit: Fit) -> FitOutcome:
 
 
 class LocalFit(Hook):
-    """Makes the session of one fit, is the last of its hooks, which gives the model its values, and writes its result.
-
-    Args:
-        fit: the fit; its model gets the trained values.
-    """
+    """Makes the session of a fit, is the last of its hooks, which gives the model its values, and writes its result."""
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit

@@ -149,7 +149,6 @@ class Fit:
         files: the run dir.
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         hparams: of the run, for TensorBoard.
-        origin: the origin of the run.
         num_fits: of the same trainer before, whose values the model has.
     """
 
@@ -177,10 +176,6 @@ class Fit:
             raise TypeError(f"{unknown[0]}: fit and session have no such argument")
         groups = {group: {n: given.pop(n) for n in names if n in given} for group, names in _IN_CONFIG.items()}
         return cls(config.with_values(**groups), data=FitData(**given), place=place, **others)
-
-    def with_seed(self, seed: int) -> Fit:
-        """The same fit with another seed."""
-        return replace(self, config=self.config.with_values(run={"seed": seed}))
 
     def within_limits(self) -> Fit:
         """The same fit, limited by `keras.config.set_max_epochs` and `keras.config.set_max_steps_per_epoch`."""
@@ -251,16 +246,6 @@ class Fit:
         data, train = self.data, self.config.train
         size = data.validation_batch_size or train.batch_size
         return ValidationArguments(data.validation_data, size, data.validation_steps, train.validate_with_ema)
-
-    @property
-    def has_no_epoch(self) -> bool:
-        """True if the last epoch is before the first one, as in a program whose stages may be empty."""
-        return self.ends_by_epochs and self.config.train.epochs <= self.data.initial_epoch  # type: ignore[operator]
-
-    @property
-    def ends_by_epochs(self) -> bool:
-        """True if training ends after a number of epochs."""
-        return self.config.train.steps is None and self.config.train.epochs is not None
 
     def check_alike(self) -> None:
         """Compares all-reduce workers, which have joined; servers and workers do it while the cluster starts.
@@ -364,14 +349,15 @@ class Fit:
         return data
 
     def _readers(self) -> Readers:
-        name, number = self.strategy_name, max(1, self.place.shape.num_workers)
+        name, number, train = self.strategy_name, max(1, self.place.shape.num_workers), self.config.train
         run_the_program = name == "multi_worker_mirrored"
         # All-reduce workers know more only when they have joined each other.
         replicas = number if run_the_program else self.make_strategy().batches_per_step
         # As in Keras, epochs end with the data at the latest. Those of several workers have so many steps.
         is_one_batch = self.steps_per_call in (None, 1) and self.config.strategy.local_steps == 1
         one_reads = number == replicas == 1 and is_one_batch
-        by_passes = self.ends_by_epochs and (self.steps_per_epoch is None or one_reads)
+        ends_by_epochs = train.steps is None and train.epochs is not None
+        by_passes = ends_by_epochs and (self.steps_per_epoch is None or one_reads)
         return Readers(
             number=number,
             at_once=replicas if name == "mirrored" else 1,

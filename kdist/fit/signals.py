@@ -51,16 +51,18 @@ class _Arrivals:
         self._last: signal.Signals | None = None
         self._last_at = 0.0
 
-    def add(self, number: int) -> bool:
-        """Records a signal; returns true if it ends the process at once."""
-        is_same = self.first is not None and time.monotonic() - self._last_at <= SAME_SIGNAL_SECS
+    def add(self, number: int, stop: Callable[[signal.Signals], None]) -> None:
+        """Passes the first signal to `stop`; a second one, which is not the same request, ends the process at once."""
         # SIGUSR1 ahead of a time limit and SIGTERM at the limit are one request to stop.
         was_ahead = self._last not in (None, signal.SIGTERM, signal.SIGINT) and number == signal.SIGTERM
         if self.first is not None and not was_ahead:
-            return not is_same
+            if time.monotonic() - self._last_at > SAME_SIGNAL_SECS:
+                leave(signal.Signals(number))
+            return
         self._last, self._last_at = signal.Signals(number), time.monotonic()
-        self.first = self.first or self._last
-        return False
+        if self.first is None:
+            self.first = self._last
+            stop(self.first)
 
 
 class _Signals:
@@ -71,10 +73,12 @@ class _Signals:
     handler. The previous handlers are restored on exit, and in children that the user's code forks.
 
     Args:
+        grace_secs: seconds that the first signal leaves to the process.
         names: of signals, in addition to SIGINT.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, grace_secs: float, names: Iterable[str]) -> None:
+        self._grace_secs = grace_secs
         self._numbers = [signal.SIGINT, *(signal.Signals[name] for name in names)]
         self._before: dict[int, Any] = {}
         self._arrivals = _Arrivals()
@@ -94,10 +98,12 @@ class _Signals:
             self._cancel = forks.undo_in_children(self._restore)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._ended.set()
         self._restore()
         self._cancel()
+        if len(raised) > 1 and isinstance(raised[1], Exception):
+            self._raise_again()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -110,20 +116,19 @@ class _Signals:
         return self._arrivals.first
 
     def _handle(self, number: int, _frame: FrameType | None = None) -> None:
-        is_first = self.received is None
-        if self._arrivals.add(number):
-            leave(signal.Signals(number))
-        if is_first and self.received is not None:
-            self._stop(self.received)
+        self._arrivals.add(number, self._stop)
 
     def _stop(self, received: signal.Signals) -> None:
         """Handles the first signal."""
 
-    def _leave_after(self, secs: float, received: signal.Signals, message: Callable[[], str]) -> None:
-        """Ends the process with a message if it has not left this context after `secs` seconds."""
+    def _raise_again(self) -> None:
+        """Raises the exception of a signal whose place another one may have taken; see `requested_exit`."""
+
+    def _leave_in_time(self, received: signal.Signals, message: Callable[[], str]) -> None:
+        """Ends the process with a message if it has not left this context after `grace_secs` seconds."""
 
         def watch() -> None:
-            if not self._ended.wait(secs):
+            if not self._ended.wait(self._grace_secs):
                 warn(message())
                 if exit_at_once is not None:
                     exit_at_once(exit_code_of(received))
@@ -158,11 +163,7 @@ def stop_before_training() -> None:
 
 
 def _raise_early(number: int, _frame: FrameType | None) -> None:
-    is_first = _early.first is None
-    if _early.add(number):
-        leave(signal.Signals(number))
-    if is_first:
-        _raise(signal.Signals(number))
+    _early.add(number, _raise)
 
 
 def requested_exit() -> SystemExit | None:
@@ -182,9 +183,8 @@ class StopSignals(_Signals):
     """
 
     def __init__(self, session: TrainSession, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
-        super().__init__(names)
+        super().__init__(grace_secs, names)
         self._session = session
-        self._grace_secs = grace_secs
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -193,9 +193,8 @@ class StopSignals(_Signals):
             raise asked
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__()
-        if len(raised) > 1 and isinstance(raised[1], Exception) and not self._session.is_started:
+    def _raise_again(self) -> None:
+        if not self._session.is_started:
             self.raise_received()
 
     def raise_received(self) -> None:
@@ -208,8 +207,7 @@ class StopSignals(_Signals):
             self._session.request_stop(received.name)
             _raise(received)
         self._session.interrupt(received.name)
-        self._leave_after(
-            self._grace_secs,
+        self._leave_in_time(
             received,
             lambda: (
                 f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
@@ -224,33 +222,21 @@ class TaskSignals(_Signals):
     Before it serves, the first signal ends it by SystemExit(0): it was told to stop and has nothing to lose. From then
     on it continues until the chief releases it, at most `grace_secs` seconds.
 
-    Args:
-        task: the task that this process is.
-        grace_secs: seconds that the chief has to save.
-        names: of the signals, in addition to SIGINT.
-
     Attributes:
         is_serving: true once the chief has come, and may need this task.
     """
 
     def __init__(self, task: Task, grace_secs: float, names: Collection[str] = STOP_SIGNALS) -> None:
-        super().__init__(names)
+        super().__init__(grace_secs, names)
         self.is_serving = False
         self._task = task
-        self._grace_secs = grace_secs
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__()
-        if len(raised) > 1 and isinstance(raised[1], Exception):
-            self._exit_if_stopped()
 
     def begin_to_serve(self) -> None:
         """From now on the chief may need this task."""
-        self._exit_if_stopped()
+        self._raise_again()
         self.is_serving = True
 
-    def _exit_if_stopped(self) -> None:
-        """Exits if a signal arrived before the chief; see `requested_exit` for how its exception may be lost."""
+    def _raise_again(self) -> None:
         if self.received is not None and not self.is_serving:
             raise SystemExit(0)
 
@@ -260,7 +246,7 @@ class TaskSignals(_Signals):
             raise SystemExit(0)
         warn(f"{self._task}: {received.name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
         late = f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)"
-        self._leave_after(self._grace_secs, received, lambda: late)
+        self._leave_in_time(received, lambda: late)
 
 
 _of_task: list[TaskSignals] = []

@@ -1,4 +1,4 @@
-"""Actions around training steps: stop, save, summarize, log. One hook per file; the contract is in `base`.
+"""Actions around training steps: stop, save, summarize, log. The contract is in `base`.
 
 Names and defaults follow `tf.compat.v1.train`, without the word Hook.
 """
@@ -8,22 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.best_checkpoint import BestCheckpoint
+from kdist.hooks.best_values import BestCheckpoint, EarlyStopping
 from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
-from kdist.hooks.early_stopping import EarlyStopping
+from kdist.hooks.ends import NanTensor, StopAtStep
 from kdist.hooks.export import Export
-from kdist.hooks.feed_fn import FeedFn
-from kdist.hooks.final_ops import FinalOps
+from kdist.hooks.functions import FeedFn, FinalOps
 from kdist.hooks.global_step_waiter import GlobalStepWaiter
 from kdist.hooks.histogram_saver import HistogramSaver
-from kdist.hooks.logging_tensor import LoggingTensor
-from kdist.hooks.nan_tensor import NanTensor
 from kdist.hooks.profiler import Profiler
-from kdist.hooks.progress import Progress
 from kdist.hooks.progressive_validation import ProgressiveValidation
-from kdist.hooks.step_counter import StepCounter
-from kdist.hooks.stop_at_step import StopAtStep
-from kdist.hooks.summary_saver import SummarySaver
+from kdist.hooks.reports import LoggingTensor, Progress, StepCounter, SummarySaver
 from kdist.hooks.timer import SecondOrStepTimer
 
 _EXTRAS = {
@@ -43,12 +37,9 @@ __all__ = [
     "FeedFn",
     "FinalOps",
     "GlobalStepWaiter",
-    "HealthCheck",
     "HistogramSaver",
     "Hook",
     "LoggingTensor",
-    "MetricsServer",
-    "MlflowTracker",
     "NanTensor",
     "Profiler",
     "Progress",
@@ -60,11 +51,10 @@ __all__ = [
     "StepCounter",
     "StopAtStep",
     "SummarySaver",
-    "Tracker",
-    "WandbTracker",
     "default_hooks",
     "with_defaults",
 ]
+__all__.extend(_EXTRAS)
 
 
 def __getattr__(name: str) -> Any:

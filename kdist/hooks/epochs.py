@@ -32,18 +32,15 @@ class EpochRecorder(Hook):
 
     Args:
         history: filled as by `keras.Model.fit`: `history.epoch` and `history.history`, validation under `val_`.
-        callbacks: called at the events of training; includes the history.
+        callbacks: include the history.
         lengths: of the epochs; without it, and without `passes`, the whole run is one epoch.
         passes: of data of unknown length, with which an epoch ends at the latest.
         epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
-        best: gets the validation values.
-        metrics: gets the logs of each epoch, and has read those of earlier ones.
         resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
         validation_every_steps: also validate at multiples of this step.
-        prints_epochs: whether to print a line for each complete epoch.
 
     Attributes:
         train_logs: loss and metrics of the last epoch, or of the part of it that was trained.
@@ -89,16 +86,14 @@ class EpochRecorder(Hook):
         self.best.forget_after(session.global_step)
         if self.passes is not None and self._is_past_last(self._epoch):
             session.request_stop(EPOCHS)
-        if not self._has_begun:
-            self._has_begun = True
-            self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
-            self.callbacks.begin(session, self._epoch)
-            if self.resumes:
-                self._continue_history(session)
-        else:
-            self.callbacks.begin_again(session, self._epoch)
+        self.metrics.epoch_of = lambda step: self._epoch_at(max(step - 1, self.first_step))
+        self.callbacks.begin(session, self._epoch)
+        if self._has_begun:
             # Training repeats the others.
             self._set_finished([epoch for epoch in self._finished if epoch.step <= session.global_step])
+        elif self.resumes:
+            self._continue_history(session)
+        self._has_begun = True
 
     def before_run(self, context: RunContext) -> None:
         if self.callbacks.wants_batches and not self._steps_in_batch:
@@ -204,12 +199,11 @@ class EpochRecorder(Hook):
 
     def _warn_of_end_of_data(self, step: int) -> None:
         """Warns, as Keras does, of an epoch that the data has ended at a step."""
+        length = wanted = 0
         if self.passes is not None:
             length, wanted = self._batch_at(step), self.passes.steps_per_epoch or 0
         elif self.lengths is not None:
             length, wanted = self.lengths.length_of(self._epoch - self.first_epoch), self.lengths.steps_per_epoch
-        else:
-            return
         if 0 < length < wanted:
             warn(
                 f"your input ran out of data in epoch {self._epoch + 1}, after {length} of {wanted} steps "

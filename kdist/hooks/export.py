@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -10,13 +11,13 @@ from functools import partial
 
 from kdist.config.checks import check_one_of
 from kdist.console import lines
-from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.timer import SecondOrStepTimer
+from kdist.hooks.base import Session
+from kdist.hooks.timer import TimedHook
 from kdist.log import warn
 from kdist.storage.tensorflow_paths import literal_path
 
 
-class Export(Hook):
+class Export(TimedHook):
     """Exports the trained model for serving by `keras.Model.export`; `model.keras` is written anyway.
 
     If the optimizer keeps moving averages, they are exported, as in `model.keras`. Each export replaces the previous
@@ -33,6 +34,8 @@ class Export(Hook):
         ConfigError: an unknown format, or a value is out of range.
     """
 
+    _owner = "Export"
+
     def __init__(
         self,
         folder: str = "saved_model",
@@ -44,24 +47,16 @@ class Export(Hook):
         check_one_of("Export.format", format, ("tf_saved_model", "onnx", "openvino"))
         self._folder = folder
         self._format = format
-        self._timer: SecondOrStepTimer | None = None
-        if every_steps is not None or every_secs is not None:
-            self._timer = SecondOrStepTimer(every_steps=every_steps, every_secs=every_secs, owner="Export", clock=clock)
+        never = every_steps is None and every_secs is None
+        super().__init__(every_steps, math.inf if never else every_secs, clock)
 
-    def after_create_session(self, session: Session) -> None:
-        if self._timer is not None:
-            self._timer.start(session.global_step)
-
-    def after_run(self, context: RunContext, values: RunValues) -> None:
-        session = context.session
+    def _act(self, session: Session) -> None:
         # A model that stays on its servers is mentioned at the end, once.
-        if self._timer is None or not self._timer.due(values.global_step) or session.spec.stays_on_servers():
-            return
-        try:
-            self._export(session)
-        except OSError as error:
-            warn(f"Export: {error.strerror or error}; training continues")
-        self._timer.restart(values.global_step)
+        if not session.spec.stays_on_servers():
+            try:
+                self._export(session)
+            except OSError as error:
+                warn(f"Export: {error.strerror or error}; training continues")
 
     def end(self, session: Session) -> None:
         if session.interrupted:
@@ -75,9 +70,6 @@ class Export(Hook):
             )
             return
         self._export(session)
-
-    def due_in(self, step: int) -> int | None:
-        return None if self._timer is None else self._timer.due_in(step)
 
     def idle_in(self, step: int) -> int | None:
         return self.due_in(step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.hooks.base import RunContext, RunValues, Session
+from kdist.hooks.base import Session
 from kdist.hooks.timer import TimedHook
 from kdist.model.names import variable_names
 
@@ -35,24 +35,21 @@ class HistogramSaver(TimedHook):
     ) -> None:
         super().__init__(every_steps, every_secs)
         self._gradients = gradients
+        self.close()
 
-    def _forget(self) -> None:
-        self._make: Any = None
-        self._batches: Iterator[Any] | None = None
-
-    def after_run(self, context: RunContext, values: RunValues) -> None:
-        if self._timer.due(values.global_step):
-            self._timer.restart(values.global_step)
-            self._write(context.session)
+    def after_create_session(self, session: Session) -> None:
+        super().after_create_session(session)
+        self.close()
 
     def idle_in(self, step: int) -> int | None:
         # Needs the values of exactly that step.
         return self.due_in(step)
 
     def close(self) -> None:
-        self._forget()
+        self._make: Any = None
+        self._batches: Iterator[Any] | None = None
 
-    def _write(self, session: Session) -> None:
+    def _act(self, session: Session) -> None:
         from kdist.model.state import write_to_model
 
         for name, buckets in session.strategy.values.histograms().items():

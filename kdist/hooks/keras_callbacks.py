@@ -14,7 +14,7 @@ from keras.callbacks import Callback
 from kdist._compat.keras import acts_on
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.hooks.nan_tensor import NanTensor
+from kdist.hooks.ends import NanTensor
 from kdist.model.names import GLOBAL_STEP, STATE_RESETS, average_of
 from kdist.model.state import (
     finalize_ema,
@@ -53,8 +53,6 @@ class Callbacks:
     ends the session.
 
     Args:
-        callbacks: called in this order.
-        model: the chief's own.
         epochs, steps: those of `fit`, for `callback.params`.
 
     Attributes:
@@ -82,15 +80,12 @@ class Callbacks:
         self._stateful = stateful_layers(model)
         #: Those that callbacks have reset.
         self._reset: set[int] = set()
-        for layer in self._stateful:
-            # Their states are on the workers, and the model's own do not show it.
-            object.__setattr__(layer, "reset_state", partial(self._reset_state, layer))
-        self._has_ended = False
+        self._has_begun = False
         #: Whether the model has averages in the place of its parameters.
         self._has_averages = False
 
     def begin(self, session: Session, epoch: int) -> None:
-        """Begins training at `epoch`.
+        """Begins training at `epoch`, or continues it there after a failure of the cluster.
 
         Raises:
             ConfigError: a callback keeps weights, and the model stays on its servers, or has more than weights.
@@ -102,22 +97,17 @@ class Callbacks:
                 f"callbacks: EarlyStopping(restore_best_weights=True) keeps weights in this process, and model "
                 f"{self._model.name} {why}; kdist.hooks.EarlyStopping(restore_best=True) keeps them in a checkpoint"
             )
-        self._model.stop_training = False
         self.pull(session)
-        self.list.on_train_begin()
-        self._begin_epoch(session, epoch)
-
-    def begin_again(self, session: Session, epoch: int) -> None:
-        """Resumes training at `epoch` after a failure of the cluster."""
-        self.pull(session)
-        if self._has_ended:
-            # It failed before the end was saved, and callbacks have closed their files.
+        if not self._has_begun:
+            # Again if the cluster failed before the end was saved: callbacks have closed their files.
+            self._has_begun, self._has_averages, self._model.stop_training = True, False, False
+            for layer in self._stateful:
+                # Their states are on the workers, and the model's own do not show it.
+                object.__setattr__(layer, "reset_state", partial(self._reset_state, layer))
             self.list.on_train_begin()
-            self._has_ended = self._has_averages = False
         self._begin_epoch(session, epoch)
 
     def begin_batch(self, session: Session, batch: int) -> None:
-        """Called before the first step of a batch."""
         self.list.on_train_batch_begin(batch)
         self.push(session)
 
@@ -142,7 +132,7 @@ class Callbacks:
             finalize_ema(self._model)
             self.see(session)
         self.list.on_train_end(dict(logs))
-        self._has_ended = True
+        self._has_begun = False
         self.push(session)
         for layer in self._stateful:
             vars(layer).pop("reset_state", None)
@@ -169,8 +159,8 @@ class Callbacks:
             return [name for name, shape in session.strategy.values.shapes.items() if shape == ()]
         return names_here(self._model) if session.spec.stays_on_servers() else None
 
-    def push(self, session: Session) -> bool:
-        """Sends what callbacks have changed in the model to the tasks; returns whether they have changed values."""
+    def push(self, session: Session) -> None:
+        """Sends what callbacks have changed in the model to the tasks."""
         self._stop_if_asked(session)
         if self._reset:
             times = [id(layer) in self._reset for layer in self._stateful for _ in layer_states(layer)]
@@ -187,8 +177,6 @@ class Callbacks:
             if changed:
                 session.write(changed)
                 self._seen = now
-                return True
-        return False
 
     def _reset_state(self, layer: keras.layers.RNN) -> None:
         type(layer).reset_state(layer)
@@ -260,5 +248,4 @@ def _needs_logs_only(callback: Callback) -> bool:
 
 
 def acts_on_any(callback: Callback, events: Sequence[str]) -> bool:
-    """True if a callback acts on one of these events."""
     return any(acts_on(callback, event) for event in events)

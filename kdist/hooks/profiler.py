@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kdist.errors import ConfigError
+from kdist.config.checks import check_whole_number
 from kdist.hooks.base import RunContext, RunValues, Session
 from kdist.hooks.timer import TimedHook
 from kdist.log import warn
+from kdist.threads import in_thread
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task
@@ -49,8 +51,7 @@ class Profiler(TimedHook):
         duration_ms: int = 500,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if duration_ms < 1:
-            raise ConfigError(f"Profiler.duration_ms={duration_ms}: must be at least 1")
+        check_whole_number("Profiler.duration_ms", duration_ms, required=True)
         super().__init__(every_steps, every_secs, clock)
         self._output_dir = output_dir
         self._duration_ms = duration_ms
@@ -80,8 +81,8 @@ class Profiler(TimedHook):
 
     def close(self) -> None:
         if self._trace is not None:
-            trace, self._trace = self._trace, None
-            trace.close()
+            self._trace.close()
+            self._trace = None
 
 
 @contextmanager
@@ -92,28 +93,18 @@ def _trace(folder: Path, addresses: Mapping[Task, str], duration_ms: int) -> Ite
     profiler = tf.profiler.experimental
     sessions = folder / "plugins" / "profile"
     earlier = set(sessions.glob("*"))
-
-    def trace_others() -> None:
-        with _failure_warns():
-            profiler.client.trace(",".join(f"grpc://{each}" for each in addresses.values()), str(folder), duration_ms)
-
-    others: threading.Thread | None = None
-    is_on = False
+    others = ",".join(f"grpc://{address}" for address in addresses.values())
     # It fails if this process is being traced already.
-    with _failure_warns():
-        profiler.start(str(folder))
-        is_on = True
+    is_on = _succeeds(profiler.start, str(folder))
+    traces = []
     if is_on and addresses:
-        others = threading.Thread(target=trace_others, daemon=True)
-        others.start()
+        traces = [in_thread(partial(_succeeds, profiler.client.trace, others, str(folder), duration_ms))]
     try:
         yield
     finally:
-        if others is not None:
-            others.join(_ANSWER_SECS)
+        wait(traces, _ANSWER_SECS)
         if is_on:
-            with _failure_warns():
-                profiler.stop()
+            _succeeds(profiler.stop)
             # If that fails, they stay as TensorFlow has left them.
             with suppress(OSError):
                 _bring_together(sorted(set(sessions.glob("*")) - earlier), addresses)
@@ -134,11 +125,13 @@ def _bring_together(sessions: Sequence[Path], addresses: Mapping[Task, str]) -> 
             session.rmdir()
 
 
-@contextmanager
-def _failure_warns() -> Iterator[None]:
+def _succeeds(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Calls a function of the profiler; a failure costs a warning."""
     import tensorflow as tf
 
     try:
-        yield
+        function(*arguments)
     except tf.errors.OpError as error:
         warn(f"Profiler: no trace: {str(error).splitlines()[0]}")
+        return False
+    return True

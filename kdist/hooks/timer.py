@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError
-from kdist.hooks.base import Hook, Session
+from kdist.hooks.base import Hook, RunContext, RunValues, Session
 
 
 class SecondOrStepTimer:
@@ -111,6 +111,15 @@ class TimedHook(Hook):
     def after_create_session(self, session: Session) -> None:
         self._timer.start(session.global_step)
         self._forget()
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        if self._timer.due(values.global_step):
+            self._act(context.session)
+            self._timer.restart(values.global_step)
+            self._forget()
+
+    def _act(self, session: Session) -> None:
+        """Acts; called when the timer is due."""
 
     def due_in(self, step: int) -> int | None:
         return self._timer.due_in(step)

@@ -137,6 +137,7 @@ class DynamicEmbedding(PooledLookup):
         self.admission = _options(Admission, "admission", admission)
         self.eviction = _options(Eviction, "eviction", eviction)
         self.mask_zero = self.supports_masking = mask_zero
+        self.padding = "" if key_dtype == "string" else 0
         #: The number of ids with a row: here, or, as far as is known, on the servers that train it.
         self.num_rows = 0
         self._averages: np.ndarray | None = None
@@ -212,22 +213,14 @@ class DynamicEmbedding(PooledLookup):
             return tf.strings.to_hash_bucket_fast(ids, tf.int64.max)
         return tf.cast(ids, tf.int64)
 
-    def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
-        return tf.equal(ids, "" if self.key_dtype == "string" else 0)
-
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
-        if self._elsewhere is not None and not is_building():
+        if self._elsewhere is not None and not is_building.get():
             raise copy.copy(self._elsewhere)
         keys = self.as_keys(ids)
         places = tf.reshape(tf.searchsorted(self._ids, tf.reshape(keys, [-1])), tf.shape(keys))
         is_there = tf.equal(tf.gather(self._ids, places), keys)
         vectors = tf.gather(self._rows, tf.where(is_there, places, tf.shape(self._ids)[0] - 1))
         return tf.cast(vectors, self.compute_dtype)
-
-    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        if self.combiner is not None or not self.mask_zero:
-            return None
-        return tf.ragged.map_flat_values(lambda ids: ~self.is_padding(ids), inputs)
 
     def save_own_variables(self, store: Any) -> None:
         store["ids"], store["rows"] = self.ids, self.rows

@@ -51,16 +51,9 @@ class Embedding(PooledLookup, keras.layers.Embedding):
 
     def build(self, input_shape: Any = None) -> None:
         shape, given = (self.input_dim, self.output_dim), vars(self)["embeddings_initializer"]
-        initializer = TableInitializer.of(given, shape)
-        if (
-            self.built
-            or initializer is None
-            or not is_large(shape, self.variable_dtype)
-            or self.quantization_mode is not None
-        ):
-            super().build(input_shape)
-            return
-        self.embeddings_initializer = initializer
+        is_drawn_here = not self.built and self.quantization_mode is None and is_large(shape, self.variable_dtype)
+        if is_drawn_here and (in_blocks := TableInitializer.of(given, shape)) is not None:
+            self.embeddings_initializer = in_blocks
         try:
             super().build(input_shape)
         finally:

@@ -12,24 +12,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.initializers import Constant, Ones, RandomNormal, RandomUniform, TruncatedNormal, VarianceScaling, Zeros
 
 from kdist._compat.lazy_variable import lazy_above
 
 #: Rows of tables are drawn in blocks of this size. It is part of what a seed means, and never changes. Larger variables
 #: get no memory where a model is built for parameter servers.
 _BLOCK_BYTES = 64 << 20
-
-_UNIFORM, _NORMAL = keras.initializers.RandomUniform, keras.initializers.RandomNormal
-_TRUNCATED = keras.initializers.TruncatedNormal
-_BY_FANS = (
-    keras.initializers.VarianceScaling,
-    keras.initializers.GlorotUniform,
-    keras.initializers.GlorotNormal,
-    keras.initializers.HeUniform,
-    keras.initializers.HeNormal,
-    keras.initializers.LecunUniform,
-    keras.initializers.LecunNormal,
-)
 
 
 def made_on_servers() -> AbstractContextManager[None]:
@@ -43,24 +32,21 @@ def is_large(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def _constant_of(initializer: Any) -> float | None:
-    if type(initializer) in (keras.initializers.Zeros, keras.initializers.Ones):
-        return float(type(initializer) is keras.initializers.Ones)
-    is_number = type(initializer) is keras.initializers.Constant and np.ndim(initializer.value) == 0
+    if type(initializer) in (Zeros, Ones):
+        return float(type(initializer) is Ones)
+    is_number = type(initializer) is Constant and np.ndim(initializer.value) == 0
     return float(initializer.value) if is_number else None
 
 
 def _has_seed(initializer: Any) -> bool:
     """True for an initializer that draws each element by itself, from an integer."""
-    return type(initializer) in (_UNIFORM, _NORMAL, _TRUNCATED) and isinstance(initializer.seed, int)
+    return type(initializer) in (RandomUniform, RandomNormal, TruncatedNormal) and isinstance(initializer.seed, int)
 
 
 class TableInitializer:
     """Draws a table in blocks of rows, each from its own seed, so that any rows can be drawn without the others.
 
-    The first block equals the draw of the initializer for a table of that length.
-
-    Args:
-        initializer: draws each element independently of the others.
+    The first block equals the draw of the initializer, whose elements are independent, for a table of that length.
     """
 
     def __init__(self, initializer: keras.initializers.Initializer) -> None:
@@ -69,7 +55,7 @@ class TableInitializer:
     @staticmethod
     def of(given: Any, shape: Sequence[int]) -> TableInitializer | None:
         """For an initializer of Keras; None for one that may depend on the whole table."""
-        if type(given) in _BY_FANS:
+        if isinstance(given, VarianceScaling) and type(given).__module__ == VarianceScaling.__module__:
             given = _with_fans(given, *shape)
         return TableInitializer(given) if _constant_of(given) is not None or _has_seed(given) else None
 
@@ -112,10 +98,10 @@ def _with_fans(given: Any, fan_in: int, fan_out: int) -> keras.initializers.Init
     scale = given.scale / max(1.0, {"fan_in": fan_in, "fan_out": fan_out}.get(given.mode, (fan_in + fan_out) / 2))
     if given.distribution == "truncated_normal":
         # The standard deviation of a standard normal distribution that is cut off at 2.
-        return _TRUNCATED(0.0, sqrt(scale) / 0.87962566103423978, given.seed)
+        return TruncatedNormal(0.0, sqrt(scale) / 0.87962566103423978, given.seed)
     if given.distribution == "untruncated_normal":
-        return _NORMAL(0.0, sqrt(scale), given.seed)
-    return _UNIFORM(-sqrt(3.0 * scale), sqrt(3.0 * scale), given.seed)
+        return RandomNormal(0.0, sqrt(scale), given.seed)
+    return RandomUniform(-sqrt(3.0 * scale), sqrt(3.0 * scale), given.seed)
 
 
 #: The increment of SplitMix64 (Steele, Lea and Flood 2014), and the factors of its finalizer, as signed numbers.
@@ -156,9 +142,9 @@ class RowInitializer:
             return tf.fill([tf.size(ids), dim], tf.cast(self._constant, dtype))
         given = self._initializer
         uniform = _uniform(seeds, ids, dim)
-        if type(given) is _UNIFORM:
+        if type(given) is RandomUniform:
             return tf.cast(given.minval + uniform * (given.maxval - given.minval), dtype)
-        if type(given) is _TRUNCATED:
+        if type(given) is TruncatedNormal:
             # The same distribution as that of Keras: cut off at two standard deviations.
             below = 0.5 * (1 + erf(-2 / sqrt(2)))
             uniform = below + uniform * (1 - 2 * below)

@@ -18,18 +18,16 @@ Ragged: TypeAlias = tf.Tensor | tf.RaggedTensor
 class PooledLookup(keras.layers.Layer):
     """A layer that looks up a vector for each id, and pools the vectors of an example if it has a combiner.
 
-    Args:
-        *args, **kwargs: of the next class.
-        combiner: as in `kdist.layers.Embedding`.
-
     Attributes:
         output_dim: the length of a vector.
         mask_zero: True if some ids are padding.
+        padding: the id that is, then.
     """
 
     output_dim: int
     mask_zero: bool
     built: bool
+    padding: int | str = 0
 
     def __init__(self, *args: Any, combiner: Combiner | None = None, **kwargs: Any) -> None:
         if combiner is not None and combiner not in COMBINERS:
@@ -40,10 +38,6 @@ class PooledLookup(keras.layers.Layer):
     @abc.abstractmethod
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
         """The vectors of dense ids, `[..., dim]`; while kdist trains, a function that fetches rows is in its place."""
-
-    def is_padding(self, ids: tf.Tensor) -> tf.Tensor:
-        """True for id 0; of use with `mask_zero`."""
-        return tf.equal(ids, 0)
 
     def call(self, inputs: Any, weights: Any = None) -> Ragged:
         self._check(inputs, weights)
@@ -59,7 +53,7 @@ class PooledLookup(keras.layers.Layer):
         return pool(vectors, weights, self.combiner)
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        return super().compute_mask(inputs, mask) if self.combiner is None else None
+        return keras.ops.not_equal(inputs, self.padding) if self.mask_zero and self.combiner is None else None
 
     def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> tuple[int | None, ...]:
         of_vectors = input_shape if self.combiner is None else input_shape[:-1]
@@ -77,7 +71,7 @@ class PooledLookup(keras.layers.Layer):
     def _without_padding(self, ids: tf.Tensor, weights: Any) -> tf.Tensor:
         """The weights of ids, 0 for padding."""
         weights = tf.convert_to_tensor(weights)
-        return tf.where(self.is_padding(ids), tf.zeros([], weights.dtype), weights)
+        return tf.where(tf.equal(ids, self.padding), tf.zeros([], weights.dtype), weights)
 
     def _check(self, ids: Any, weights: Any) -> None:
         """Refuses, with a `ValueError`, ids and weights that do not fit the combiner, or each other."""

@@ -106,9 +106,7 @@ def why_needed_whole(layer: keras.layers.Layer) -> str | None:
         return "its regularizer"
     if layer.embeddings_constraint is not None:
         return "its constraint"
-    if layer.lora_enabled:
-        return "LoRA"
-    return None
+    return "LoRA" if layer.lora_enabled else None
 
 
 def check_dynamic_layers(model: keras.Model, row_wise: Sequence[keras.layers.Layer], whole: Mapping[int, str]) -> None:

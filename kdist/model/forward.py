@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._compat.keras import call, compute_loss, global_seed, track_loss
+from kdist._compat.keras import call, compute_loss, global_seed, loss_tracker
 from kdist._compat.tensorflow import rename_legacy_functions
 from kdist.model.logs import flat
 from kdist.model.names import is_seed
@@ -52,7 +52,7 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Adds a batch to the loss tracker and the compiled metrics; returns what `compute_metrics` returns."""
     if loss is not None:
-        track_loss(model, loss, num_examples)
+        loss_tracker(model).update_state(loss, sample_weight=num_examples)
     return flat(model.compute_metrics(x, y, y_pred, sample_weight))
 
 

@@ -21,11 +21,8 @@ def flat(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_logs(results: Mapping[str, Any]) -> Logs:
     """The results of metrics, as tensors or variables."""
-    return {name: _as_log(np.asarray(result)) for name, result in flat(results).items()}
-
-
-def _as_log(result: np.ndarray) -> Any:
-    return float(result.item()) if result.size == 1 else result
+    arrays = {name: np.asarray(result) for name, result in flat(results).items()}
+    return {name: float(array.item()) if array.size == 1 else array for name, array in arrays.items()}
 
 
 def scalars(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import keras
@@ -34,11 +35,8 @@ class RowSource(Protocol):
     """Gives rows of groups of tables, by the index of the group. Called while a function is traced."""
 
     def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-        """The numbers of rows in a group, int64 `[n]`.
-
-        Args:
-            tables: the position of the table of each in the group, int32 `[n]`.
-            ids: int64 `[n]`; all of them are in their tables.
+        """The numbers of rows in a group, int64 `[n]`: of ids, int64 `[n]`, that are in its tables at these positions,
+        int32 `[n]`.
         """
 
     def fetch(self, wanted: Mapping[int, RowRequest]) -> Mapping[int, tf.Tensor]:
@@ -58,15 +56,7 @@ WRONG_ID = "no such row of trainable variable"
 
 
 class LookupRounds:
-    """A traced function, run in rounds.
-
-    Args:
-        graph: of the function.
-        inputs, outputs: its nested tensors there.
-        lookups: in its trace.
-        tables: the layers of the tables that it looks up, by their index.
-        groups: of these tables.
-    """
+    """A traced function, run in rounds: its graph, its nested inputs and outputs there, and its lookups in tables."""
 
     def __init__(
         self,
@@ -119,19 +109,11 @@ class LookupRounds:
         """
         running = self._phases.run(arguments)
         found = next(running)
-        arrived: list[dict[int, _Arrived]] = []
-        all_rows: list[list[tf.Tensor]] = []
+        looked_up: list[tuple[dict[int, _Arrived], list[tf.Tensor]]] = []
         for of_round in self._rounds:
-            arrived_now, rows = self._arrive(of_round, found, source)
-            arrived.append(arrived_now)
-            all_rows.append(rows)
-            found = running.send(rows)
-
-        def gradients(of_rows: Any) -> dict[int, tf.IndexedSlices]:
-            # Tensors that depend on no gradient are not needed.
-            return self._gradients(of_rows, all_rows, arrived)
-
-        return found, gradients
+            looked_up.append(self._arrive(of_round, found, source))
+            found = running.send(looked_up[-1][1])
+        return found, partial(self._gradients, looked_up=looked_up)
 
     def _arrive(
         self, of_round: _Round, wanted: Sequence[tf.Tensor], source: RowSource
@@ -163,19 +145,19 @@ class LookupRounds:
             rows |= {number: part for (_, number), part in zip(of_lookups, parts)}
         return arrived, [rows[number] for number in range(len(rows))]
 
-    def _gradients_of_tables(self, of_rows: Any, rows: Any, arrived: Any) -> dict[int, tf.IndexedSlices]:
+    def _gradients_of_tables(self, of_rows: Any, looked_up: Any) -> dict[int, tf.IndexedSlices]:
         parts: dict[int, list[tf.IndexedSlices]] = {}
-        for of_round, gradients, looked_up, found in zip(self._rounds, of_rows, rows, arrived):
+        for of_round, gradients, (arrived, rows) in zip(self._rounds, of_rows, looked_up):
             for g, of_lookups in of_round.items():
                 own = [(number, gradients[number]) for _, number in of_lookups]
                 if all(gradient is None for _, gradient in own):
                     continue
                 present = [
-                    tf.zeros_like(looked_up[number]) if gradient is None else tf.convert_to_tensor(gradient)
+                    tf.zeros_like(rows[number]) if gradient is None else tf.convert_to_tensor(gradient)
                     for number, gradient in own
                 ]
                 tables = [self._groups[g].tables[i] for i in dict.fromkeys(table for table, _ in of_lookups)]
-                for table, part in _by_table(self._groups[g], tables, found[g], tf.concat(present, 0)).items():
+                for table, part in _by_table(self._groups[g], tables, arrived[g], tf.concat(present, 0)).items():
                     parts.setdefault(table, []).append(part)
         row_wise = {table for group in self._groups if group.is_row_wise for table in group.tables}
         return {table: _join_parts(of_table, table in row_wise) for table, of_table in parts.items()}

@@ -10,7 +10,7 @@ is found by a try on made-up data: on a batch, and on the same batch several tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -22,7 +22,7 @@ import tensorflow as tf
 from kdist._compat.keras import Reduction, has_own_compute_loss, num_compiled_losses
 from kdist.errors import reason
 from kdist.log import warn
-from kdist.model.names import is_seed
+from kdist.model.phases import PhaseOfTensor, flat
 
 #: Of a dimension of a made-up batch that its data leaves open.
 _UNKNOWN_SIZE = 4
@@ -122,39 +122,17 @@ def term_of(reduction: Reduction) -> Term:
 
 
 def loss_terms(model: keras.Model, batch: Any, reductions: Sequence[Reduction]) -> LossTerms:
-    """The terms of the loss of a built model, as far as its graph tells; called while its step is traced.
-
-    Args:
-        batch: of that trace.
-        reductions: of its compiled losses in this trace.
-    """
-    inputs = {tensor.op for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None}
-    compiled = tuple(term_of(reduction) for reduction in reductions)
-    added = tuple(Term.UNKNOWN if _depends(loss, inputs) else Term.CONSTANT for loss in model.losses)
+    """The terms of the loss of a built model, as far as its graph tells; called while its step is traced."""
+    phases = PhaseOfTensor()
+    phases.arrive(flat(batch), 1)
+    compiled = tuple(map(term_of, reductions))
+    # What can be computed before the batch is there does not depend on it.
+    added = tuple(Term.UNKNOWN if phases.of(loss) else Term.CONSTANT for loss in model.losses)
     if not has_own_compute_loss(model) and len(reductions) == num_compiled_losses(model):
         return LossTerms(compiled, added)
     # Only the model knows how it joins its parts.
     own = tuple(term for term in compiled if term is Term.OWN_MEAN)
     return LossTerms(own or (Term.UNKNOWN,), is_whole=True)
-
-
-def trial_values(variables: Iterable[keras.Variable], draw: int) -> dict[int, tf.Tensor]:
-    """The values of variables for a try, by `id`; seeds follow from `draw`."""
-    rng = np.random.default_rng(draw)
-    seeds = [variable for variable in variables if is_seed(variable)]
-    return {id(v): tf.constant(rng.integers(0, 2**31, v.shape), v.dtype) for v in seeds}
-
-
-def _depends(tensor: tf.Tensor, inputs: Collection[tf.Operation]) -> bool:
-    seen, waiting = set[tf.Operation](), [tensor.op]
-    while waiting:
-        operation = waiting.pop()
-        if operation in inputs:
-            return True
-        if operation not in seen:
-            seen.add(operation)
-            waiting += [of.op for of in operation.inputs]
-    return False
 
 
 def is_of_none(spec: tf.TypeSpec) -> bool:

@@ -7,7 +7,7 @@ metrics of Keras 2 do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,11 +57,7 @@ def rules_of(metrics: Sequence[keras.metrics.Metric], variables: Sequence[keras.
 
 
 def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """A function that makes one state of any number, `[n, ...]` for each variable, by the metric's own `merge_state`.
-
-    Args:
-        metric: has its variables as attributes.
-    """
+    """A function that makes one state of several, `[n, ...]` for each variable, by the metric's own `merge_state`."""
     variables = metric.variables
     # The other one of two that are merged.
     twins = {id(v): keras.Variable(v.numpy(), dtype=v.dtype, trainable=False) for v in variables}
@@ -81,12 +77,8 @@ def _state_merger(metric: keras.metrics.Metric) -> Callable[[Sequence[np.ndarray
 
 
 def check_metrics(model: keras.Model, batch_spec: Any) -> None:
-    """Refuses, with a `ConfigError`, custom metrics that do not add up and have no `merge_rule`, after a try on made-up
-    batches.
-
-    Args:
-        model: built, and compiled with the metrics.
-        batch_spec: nested `tf.TensorSpec`s of a batch.
+    """Refuses, with a `ConfigError`, custom metrics of a built model that do not add up and have no `merge_rule`, after
+    a try on made-up batches.
     """
     metrics = [m for m in _flat(model.metrics) if not type(m).__module__.startswith("keras.") and not _has_rule(m)]
     wrong = None
@@ -187,11 +179,10 @@ class LossCount:
         return loss * weight, weight
 
 
-def metric_variables(model: keras.Model, returned: ReturnedValues | None = None) -> list[keras.Variable]:
+def metric_variables(model: keras.Model, means: Iterable[keras.metrics.Mean] = ()) -> list[keras.Variable]:
     """The variables of a built model's metrics, of its loss, which an overridden `metrics` may leave out, and of the
-    means of `returned` values.
+    means of returned values.
     """
-    means = () if returned is None else returned.means.values()
     variables = [v for metric in (loss_tracker(model), *means) for v in metric.variables]
     known = {id(variable) for variable in model.metrics_variables}
     return [*model.metrics_variables, *(variable for variable in variables if id(variable) not in known)]
@@ -202,19 +193,15 @@ class MetricReader:
 
     Args:
         model: the chief's own; its metric variables keep their values.
-        returned: other values of its steps.
         loss_counts: of the losses that replicas count otherwise than Keras.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        returned: ReturnedValues | None = None,
-        loss_counts: Sequence[LossCount] = (),
+        self, model: keras.Model, returned: ReturnedValues | None = None, loss_counts: Sequence[LossCount] = ()
     ) -> None:
         self.model = model
         self.returned = returned = returned or ReturnedValues()
-        self.variables = metric_variables(model, returned)
+        self.variables = metric_variables(model, returned.means.values())
         self.metrics = [*model.metrics, loss_tracker(model), *returned.means.values()]
         for metric in self.metrics:
             metric.reset_state()
@@ -228,12 +215,10 @@ class MetricReader:
         own = [metric for metric in _flat(model.metrics) if hasattr(metric, "merge_state")]
         #: The places of the variables of metrics that merge their states themselves, and functions that do it.
         self.mergers = [(places(metric), _state_merger(metric)) for metric in own]
-        means = [loss_tracker(model)]
-        if not returned.counts_loss:
-            means = [mean for name, mean in returned.means.items() if name.endswith("loss")]
+        of_step = [mean for name, mean in returned.means.items() if name.endswith("loss")]
         self.loss_counts = [(loss, places(loss.metric)) for loss in loss_counts]
         #: The places of total and count of each loss.
-        self.losses = [places(mean) for mean in means]
+        self.losses = [places(mean) for mean in ([loss_tracker(model)] if returned.counts_loss else of_step)]
 
     def merge(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Merges any number of values that were counted separately: `[n, ...]` for each variable."""

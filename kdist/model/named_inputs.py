@@ -80,7 +80,7 @@ def _array_for(
     item: tf.TensorSpec, columns: Mapping[str, np.ndarray], used: set[str], place: str, *, is_only: bool
 ) -> np.ndarray | tf.Tensor:
     names = [item.name] if item.name in columns else []
-    if not names and (size := _size_of(item)) is not None:
+    if not names and (size := item.shape.num_elements()) is not None:
         parts = [f"{item.name}_{index}" for index in range(size)]
         names = parts if set(parts) <= set(columns) else []
         if not names and is_only and "x" not in columns and len(columns) == size > 1:
@@ -88,8 +88,10 @@ def _array_for(
     if not names and is_only:
         names = ["x"] if "x" in columns else list(columns) if len(columns) == 1 else []
     if not names:
+        others = f", and {len(columns) - 20} more" if len(columns) > 20 else ""
         raise ConfigError(
-            f"{place}: has no column {item.name}, which the model takes as {_describe(item)}; it has {_list(columns)}"
+            f"{place}: has no column {item.name}, which the model takes as {_describe(item)}; it has "
+            f"{', '.join([*columns][:20])}{others}"
         )
     used.update(names)
     arrays = [_convert(columns[name], item, f"{place}: column {name}") for name in names]
@@ -113,19 +115,10 @@ def _reshape(array: np.ndarray, item: tf.TensorSpec, what: str) -> np.ndarray:
     if len(shape) == len(item.shape) and all(wanted in (None, size) for size, wanted in zip(shape, item.shape)):
         return array
     # Columns of single values have no shape of their own.
-    if len(shape) <= 1 and prod(shape) == _size_of(item):
+    if len(shape) <= 1 and prod(shape) == item.shape.num_elements():
         return array.reshape(len(array), *item.shape)
     raise ConfigError(f"{what}: has rows of shape {shape}, and the model takes {_describe(item)}")
 
 
-def _size_of(item: tf.TensorSpec) -> int | None:
-    return item.shape.num_elements()
-
-
 def _describe(item: tf.TensorSpec) -> str:
     return f"{item.dtype.name} {tuple(item.shape)}"
-
-
-def _list(columns: Mapping[str, np.ndarray]) -> str:
-    names = list(columns)
-    return ", ".join(names if len(names) <= 20 else [*names[:20], f"and {len(names) - 20} more"])

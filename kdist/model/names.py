@@ -64,10 +64,6 @@ def dynamic_names(vectors: str, columns: Sequence[str]) -> dict[str, str]:
     Args:
         vectors: the name of the variable that stands for its vectors: `dynamic_embedding/embeddings`.
         columns: `vectors`, `ids`, `counts`, `last_steps`, and the others are slots.
-
-    Returns:
-        `parameters/<vectors>`, `parameters/<vectors>_ids`, `state/<vectors>_counts`, `state/<vectors>_last_steps` and
-        `slots/<vectors>/<slot>`.
     """
     known = {
         "vectors": f"parameters/{vectors}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,9 +22,6 @@ from kdist.errors import ConfigError
 K = TypeVar("K", bound=Hashable)
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
-#: The dtypes other than float32 in which squares are added up.
-_WIDE = {tf.float64: tf.float64}
-
 # They compute each element of a variable separately, so that rows can be updated independently.
 _ELEMENTWISE = frozenset(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Ftrl", "Adadelta", "Adamax", "Lion"))
 
@@ -35,11 +31,6 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     # With gradient accumulation, each variable is clipped where it is.
     is_known = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
     return is_known and not optimizer.gradient_accumulation_steps
-
-
-def can_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if an update may be of some rows only. Averages that overwrite a variable overwrite all of it."""
-    return is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
 
 
 def leaves_other_rows_alone(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -77,10 +68,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, strategy: str) -> Non
 
 
 def optimizer_state(
-    optimizer: keras.optimizers.Optimizer,
-    variables: Sequence[keras.Variable],
-    names: Sequence[str],
-    owner: str = "",
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], names: Sequence[str], owner: str = ""
 ) -> dict[str, keras.Variable]:
     """The optimizer's variables except its step counter, by names that depend on neither process nor server.
 
@@ -123,9 +111,7 @@ def optimizer_state(
 
 
 def unscale(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence[Gradient | None],
-    scale: tf.Tensor | None = None,
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient | None], scale: tf.Tensor | None
 ) -> list[Any]:
     """Divides gradients by the scale of the loss: `scale`, or else the factor of `optimizer.scale_loss`."""
     factor = optimizer.loss_scale_factor if scale is None else scale
@@ -174,9 +160,10 @@ def clip_gradients(
         squares = defaultdict[Hashable, list[tf.Tensor]](list)
         for key, gradient in gradients.items():
             device = device_of(key)
-            with _on(device):
+            with tf.device(device):
                 values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-                square = tf.reduce_sum(tf.square(tf.cast(values, _WIDE.get(values.dtype, tf.float32))))
+                wide = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
+                square = tf.reduce_sum(tf.square(wide))
             of = variable_of(key) if kind == "clipnorm" else None
             squares[of].append(tf.identity(square) if device else square)
         for of, parts in squares.items():
@@ -194,10 +181,6 @@ def clip_gradients(
 
     clipped: dict[K, Gradient] = {}
     for key, gradient in gradients.items():
-        with _on(device_of(key)):
+        with tf.device(device_of(key)):
             clipped[key] = map_values(partial(clip, key), gradient)
     return clipped
-
-
-def _on(device: str) -> AbstractContextManager[object]:
-    return tf.device(device) if device else nullcontext()

@@ -9,7 +9,6 @@ gradients, and goes on when they have been applied. A step that looks up rows of
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -36,38 +35,23 @@ class PhaseOfTensor:
         waiting = [operation]
         while waiting:
             last = waiting[-1]
-            missing = [tensor.op for tensor in last.inputs if tensor.op not in self._of]
-            if missing and last not in self._of:
+            if last in self._of:
+                waiting.pop()
+            elif missing := [tensor.op for tensor in last.inputs if tensor.op not in self._of]:
                 waiting += missing
-                continue
-            if last not in self._of:
+            else:
                 # Nothing that changes, or is drawn, is computed twice.
                 own = 0 if last.type == "Placeholder" or last.op_def.is_stateful else _CONSTANT
                 self._of[last] = max([own, *(self._of[tensor.op] for tensor in last.inputs)])
-            waiting.pop()
         return self._of[operation]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The part of a graph that one phase computes: names of its inputs and outputs, and the function."""
-
-    inputs: list[str]
-    outputs: list[str]
-    shapes: list[tf.TensorShape]
-    function: Any
 
 
 class Phases:
     """A traced function that runs in phases.
 
     Args:
-        graph: of the function.
-        first_phases: of the tensors of the graph.
-        inputs: the nested inputs of each phase: of the function for the first one; for the others the tensors that
-            arrive.
-        outputs: the nested outputs of each phase.
-        jit_compile: True if XLA compiles each phase.
+        inputs: nested, of each phase: of the function for the first one; for the others the tensors that arrive.
+        outputs: nested, of each phase.
     """
 
     def __init__(
@@ -86,7 +70,8 @@ class Phases:
         graph_def = graph.as_graph_def()
         nodes = {node.name: node for node in graph_def.node}
         needed: set[str] = {tensor.name for tensor in flat(self._outputs)}
-        self._pieces: list[_Piece] = []
+        #: The names of the inputs and outputs of each phase, and the function that computes it.
+        self._pieces: list[tuple[list[str], list[str], Any]] = []
         # From the last to the first, as each has to return what later ones need.
         for phase in reversed(range(len(self._outputs))):
             own = [o for o in live if phase_of[o] in (phase, _CONSTANT) and o.type != "Placeholder"]
@@ -98,24 +83,17 @@ class Phases:
             for operation in own:
                 node = part.node.add()
                 node.CopyFrom(nodes[operation.name])
-                inputs_here = [name for name in node.input if not name.startswith("^") or name[1:] in names]
-                del node.input[:]
-                node.input.extend(inputs_here)
+                node.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
                 node.attr.pop("_class", None)
             needed = (needed - set(outs)) | set(ins)
-            shapes = [graph.get_tensor_by_name(name).shape for name in outs]
-            self._pieces.insert(0, _Piece(ins, outs, shapes, _function(part, ins, outs, jit_compile)))
+            self._pieces.insert(0, (ins, outs, _function(graph, part, ins, outs, jit_compile)))
 
     def run(self, arguments: Any) -> Generator[Any, Any, None]:
         """Runs it on nested `arguments`: yields the outputs of each phase, and is sent the inputs of the next."""
         values: dict[str, Any] = dict(self._captures)
-        for piece, names, outputs in zip(self._pieces, self._inputs, self._outputs):
+        for (ins, outs, function), names, outputs in zip(self._pieces, self._inputs, self._outputs):
             values |= zip(names, flat(arguments))
-            results = piece.function([values[name] for name in piece.inputs])
-            for result, shape in zip(results, piece.shapes):
-                # The trace of the whole step has found out more than that of a piece could.
-                result.set_shape(shape)
-            values |= zip(piece.outputs, results)
+            values |= zip(outs, function([values[name] for name in ins]))
             arguments = yield packed(outputs, values)
 
 
@@ -144,8 +122,14 @@ def ancestors(graph: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
     return [operation for operation in operations if operation in seen]
 
 
-def _function(part: tf.compat.v1.GraphDef, ins: list[str], outs: list[str], jit_compile: bool | None) -> Any:
+def _function(
+    graph: Any, part: tf.compat.v1.GraphDef, ins: list[str], outs: list[str], jit_compile: bool | None
+) -> Any:
     def piece(values: list[tf.Tensor]) -> list[tf.Tensor]:
-        return tf.graph_util.import_graph_def(part, dict(zip(ins, values)), outs, name="phase")
+        results = tf.graph_util.import_graph_def(part, dict(zip(ins, values)), outs, name="phase")
+        for name, result in zip(outs, results):
+            # The trace of the whole step has found out more than that of a piece could.
+            result.set_shape(graph.get_tensor_by_name(name).shape)
+        return results
 
     return tf.function(piece, autograph=False, jit_compile=jit_compile)

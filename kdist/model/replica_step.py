@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist._compat.keras import (
@@ -43,19 +44,10 @@ from kdist.model.embedding_lookup import (
 from kdist.model.forward import SeededScope, batch_size_of, forward, update_metrics
 from kdist.model.logs import flat
 from kdist.model.lookup_rounds import LookupRounds, RowSource
-from kdist.model.loss_weights import (
-    LossTerms,
-    Term,
-    is_of_none,
-    kinds_of,
-    loss_terms,
-    of_any_size,
-    term_of,
-    trial_values,
-)
+from kdist.model.loss_weights import LossTerms, Term, is_of_none, kinds_of, loss_terms, of_any_size, term_of
 from kdist.model.metrics import LossCount, ReturnedValues, check_metrics, metric_variables
 from kdist.model.names import is_seed
-from kdist.model.optimizer import can_update_rows, overflow_of, unscale
+from kdist.model.optimizer import is_elementwise, overflow_of, unscale
 from kdist.model.source import overrides_of
 from kdist.model.state import WorkerState, remember_groups
 from kdist.model.step_findings import StepFindings, StepOutputs, check_assigned, check_exchanges
@@ -104,7 +96,7 @@ class ReplicaStep:
         #: Known before a trace: why tables of embedding layers are needed as a whole, by the `id` of the layer; the
         #: terms of the loss.
         self._why_whole: dict[int, str] = {}
-        self._terms: LossTerms | None = None
+        self._terms = LossTerms() if num_replicas == 1 else None
         with exchanges_between_replicas() as exchanges:
             self._trace()
             while not self._is_traced_right(exchanges):
@@ -113,14 +105,16 @@ class ReplicaStep:
         if self.own is None:
             check_metrics(model, batch_spec)
         self.worker_state = WorkerState(self._found.worker_state, epoch_at)
-        self.metrics = metric_variables(model, self.returned)
+        self.metrics = metric_variables(model, self.returned.means.values())
         if not self.trainable:
             warn(f"model {model.name}: nothing to train: it has no trainable variable")
         self.updates = self._find_updates()
         self.optimizer_reads = optimizer_reads(self.updates.groups, loss_scaling(model), scope.variables)
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._find_loss_counts()
         with_gradient = self._find_dense_gradients()
-        by_rows = can_update_rows(main_optimizer(model))
+        optimizer = main_optimizer(model)
+        # Averages that overwrite a variable overwrite all of it.
+        by_rows = is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
         row_wise = frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
         self.table_groups = group_tables(self.tables, row_wise, self.updates, with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
@@ -207,9 +201,8 @@ class ReplicaStep:
     @cached_property
     def _lookups(self) -> LookupRounds:
         inputs = self._traced.open_inputs(without={id(self.trainable[i]) for i in self.tables})
-        given: StepOutputs = self._traced.outputs
-        outputs = StepOutputs(*given[:-1], [])
-        return LookupRounds(self._traced.graph, inputs, outputs, self._found.lookups, self.tables, self.table_groups)
+        traced, lookups = self._traced, self._found.lookups
+        return LookupRounds(traced.graph, inputs, traced.outputs, lookups, self.tables, self.table_groups)
 
     def _count(
         self,
@@ -276,16 +269,11 @@ class ReplicaStep:
     def _trace(self) -> None:
         layers = [] if self.own is not None else layers_looked_up(self.model)
         self._layers = [layer for layer in layers if id(layer) not in self._why_whole]
-        self._traced = TracedStep(self._step(self._layers), self.batch_spec, self.model, self._jit_compile)
+        step = partial(self._run, layers=self._layers)
+        self._traced = TracedStep(step, self.batch_spec, self.model, self._jit_compile)
         self._found: StepFindings = self._traced.found
         self.trainable, self.state, self.seeds = self._found.trainable, self._found.state, self._found.seeds
         self.replaced_state, self.returned = self._found.replaced, self._found.returned
-
-    def _step(
-        self, layers: Sequence[keras.layers.Layer]
-    ) -> Callable[[Any, TracedScope], tuple[StepOutputs, StepFindings]]:
-        """The step to trace, with lookups by rows of the tables of some layers."""
-        return self._run_own if self.own is not None else partial(self._run, layers=layers)
 
     def _is_traced_right(self, exchanges: Sequence[str]) -> bool:
         """False if the findings of a trace require another one; raises `ConfigError` if the step cannot be trained."""
@@ -325,9 +313,6 @@ class ReplicaStep:
 
     def _are_terms_right(self) -> bool:
         """Sets the terms of the losses of synchronous replicas; False if the trace has assumed others."""
-        if self._num_replicas == 1:
-            self._terms = LossTerms()
-            return True
         if self._terms is not None:
             return True
         found = self._found
@@ -353,8 +338,11 @@ class ReplicaStep:
 
         def values(batch: Any, draw: int) -> Sequence[Any]:
             if not traced:
-                traced.append(TracedStep(self._step([]), spec, self.model))
-            return traced[0](batch, trial_values(traced[0].scope.variables.values(), draw)).tried
+                traced.append(TracedStep(partial(self._run, layers=[]), spec, self.model))
+            rng = np.random.default_rng(draw)
+            seeds = [v for v in traced[0].scope.variables.values() if is_seed(v)]
+            drawn = {id(seed): tf.constant(rng.integers(0, 2**31, seed.shape), seed.dtype) for seed in seeds}
+            return traced[0](batch, drawn).tried
 
         return kinds_of(values, self.batch_spec, self.model, self._parts_to_try())
 
@@ -370,7 +358,7 @@ class ReplicaStep:
             return ()
         if self.own is not None:
             return () if found.num_divisors else range(len(self.own.updated))
-        return [i for i, term in enumerate((*found.terms.compiled, *found.terms.added)) if term is Term.UNKNOWN]
+        return [i for i, term in enumerate(found.terms.all) if term is Term.UNKNOWN]
 
     def _of_replica(self, terms: LossTerms) -> LossTerms:
         return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
@@ -395,12 +383,12 @@ class ReplicaStep:
         outputs: StepOutputs = self._traced.outputs
         index_of = {id(layer): index for index, layer in self.tables.items()}
         given = [(i, g) for of_update in outputs.gradients for i, g in enumerate(of_update) if g is not None]
-        dense = {i for i, gradient in given if isinstance(gradient, tf.Tensor)}
-        others = {i for i, gradient in given if not isinstance(gradient, tf.Tensor)}
+        sparse = {i for i, gradient in given if not isinstance(gradient, tf.Tensor)}
         for of_round, gradients in zip(self._found.lookups.rounds, outputs.of_rows):
-            others |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
-        self.dense_gradients = frozenset(dense - others)
-        return frozenset(dense | others)
+            sparse |= {index_of[id(lookup.layer)] for lookup, g in zip(of_round, gradients) if g is not None}
+        every = frozenset(i for i, _ in given) | sparse
+        self.dense_gradients = every - sparse
+        return every
 
     def _record_losses(self, num_examples: tf.Tensor | int) -> AbstractContextManager[list[Reduction]]:
         """In this context, losses are those of a replica, and counted so that those of all replicas add up."""
@@ -415,9 +403,8 @@ class ReplicaStep:
         own_count = None if terms.is_whole else count
         return record_reductions(self.model, terms.compiled_factors, terms.added_factors, own_count)
 
-    def _run_own(self, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
-        model, own, scaling = self.model, self.own, loss_scaling(self.model)
-        assert own is not None
+    def _run_own(self, own: OwnTrainStep, batch: Any, scope: TracedScope) -> tuple[StepOutputs, StepFindings]:
+        model, scaling = self.model, loss_scaling(self.model)
         with scope, record_reductions(model) as reductions:
             logs = {name: tf.convert_to_tensor(value) for name, value in own.trace(batch, scope).items()}
             # The tracker of the loss is a metric, too, and stays at 0 if the step leaves it alone.
@@ -443,7 +430,9 @@ class ReplicaStep:
     def _run(
         self, batch: Any, scope: TracedScope, *, layers: Sequence[keras.layers.Layer]
     ) -> tuple[StepOutputs, StepFindings]:
-        """Keras's own step, with lookups by rows of the tables of some layers."""
+        """The step to trace, with lookups by rows of the tables of some layers if it is Keras's own."""
+        if self.own is not None:
+            return self._run_own(self.own, batch, scope)
         model, scaling = self.model, loss_scaling(self.model)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         num_examples = batch_size_of(batch)

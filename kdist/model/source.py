@@ -70,7 +70,6 @@ WRITE_VALUES = ("save", "save_weights", "export")
 #: Methods that use its values.
 USE_VALUES = (*WRITE_VALUES, "evaluate", "predict", "test_on_batch", "predict_on_batch", "get_weights")
 
-
 _Settings: TypeAlias = "tuple[dict[str, Any], list[tuple[keras.layers.Layer, dict[str, Any]]]]"
 
 
@@ -80,7 +79,6 @@ class ModelSource:
     Args:
         build_model: a function that returns a compiled `keras.Model`, or such a model. To predict, it need not be
             compiled.
-        strategy: name of the strategy that will train it.
         on_servers: True if parameter servers will have its values, and make those of large tables.
 
     Raises:
@@ -161,12 +159,9 @@ def _have_changed(as_built: _Settings, model: keras.Model) -> bool:
     compiled, layers = as_built
     if any(value is not compiled.get(name) for name, value in compile_arguments(model).items()):
         return True
-    for layer, before in layers:
-        now = layer_settings(layer)
-        # `build` may drop a setting, such as the axis of normalization.
-        if any(now[name] != before[name] for name in before.keys() & now.keys()):
-            return True
-    return False
+    settings = ((before, layer_settings(layer)) for layer, before in layers)
+    # `build` may drop a setting, such as the axis of normalization.
+    return any(before[name] != now[name] for before, now in settings for name in before.keys() & now.keys())
 
 
 def _refuse(why: Callable[[], ConfigError], /, *_: Any, **__: Any) -> NoReturn:

@@ -39,21 +39,18 @@ def remember_groups(model: keras.Model, groups: tuple[OptimizerGroup, ...]) -> N
 
 
 def choose_variables(
-    model: keras.Model, trainable: list[keras.Variable] | None = None, beside: Sequence[keras.Variable] = ()
+    model: keras.Model, trainable: list[keras.Variable], beside: Sequence[keras.Variable]
 ) -> tuple[list[keras.Variable], list[keras.Variable]]:
     """The parameters to train, and the other variables of a model now; `variables_of` returns them from now on.
 
     A layer that a callback freezes during training is trained all the same, as by Keras's own compiled step.
 
     Args:
-        trainable: the parameters, if not all are trained.
         beside: variables that a step reads, and the model does not have.
     """
-    chosen = model.trainable_variables if trainable is None else trainable
-    known = {id(variable) for variable in chosen}
-    all_others = (*model.trainable_variables, *model.non_trainable_variables, *beside)
-    others = [v for v in all_others if id(v) not in known]
-    _variables[model] = chosen, others
+    known = {id(variable) for variable in trainable}
+    every = (*model.trainable_variables, *model.non_trainable_variables, *beside)
+    _variables[model] = trainable, [v for v in every if id(v) not in known]
     _groups.pop(model, None)
     return _variables[model]
 
@@ -171,20 +168,16 @@ class WorkerState:
         variables: the states in the model.
         epoch_at: the number of the epoch at a global step; when one begins, states are zeros again. None: there are no
             epochs.
-
-    Attributes:
-        variables: as given.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], epoch_at: Callable[[tf.Tensor], tf.Tensor] | None) -> None:
         self.variables = list(variables)
-        self._specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
-        self._specs.append(tf.TensorSpec([len(variables)], tf.int64))
+        self._specs = [*(tf.TensorSpec(v.shape, v.dtype) for v in variables), tf.TensorSpec([len(variables)], tf.int64)]
         self._epoch_at = epoch_at
         #: Each fit has its own.
         self._name = f"worker_state_{uuid.uuid4().hex}"
         #: The handles in a graph and their last values there, by device. Within a call values pass from step to step
-        #: as tensors, so that nothing depends on the order in which variables are read and written.
+        #: as tensors; a function orders the first read and the writes of a variable if they have the same handle.
         self._known: WeakKeyDictionary[Any, dict[str, tuple[list[tf.Tensor], list[tf.Tensor]]]] = WeakKeyDictionary()
 
     def read(self, global_step: tf.Tensor, resets: tf.Tensor) -> list[tf.Tensor]:
@@ -194,20 +187,20 @@ class WorkerState:
             global_step: scalar int64.
             resets: int64 `[number of states]`, of each so far.
         """
-        handles, (*values, seen) = self._find()
+        _, known = self._find()
+        *values, seen = known
         epoch = 0 if self._epoch_at is None else self._epoch_at(global_step)
         # Any other value means that a state belongs to the past; at first it is zero in any case.
         now = resets * 2**32 + tf.cast(epoch, tf.int64)
         fresh = [tf.where(same, value, tf.zeros_like(value)) for same, value in zip(tf.unstack(now == seen), values)]
-        self._remember(handles, [*fresh, now])
+        known[:] = [*fresh, now]
         return fresh
 
     def write(self, values: Sequence[tf.Tensor | None]) -> None:
         """Sets the states after a step that has read them; None leaves one as it is."""
-        handles, (*before, seen) = self._find()
-        values = [old if new is None else new for old, new in zip(before, values)]
-        self._remember(handles, [*values, seen])
-        for handle, value, spec in zip(handles, [*values, seen], self._specs):
+        handles, known = self._find()
+        known[:-1] = [old if new is None else new for old, new in zip(known, values)]
+        for handle, value, spec in zip(handles, known, self._specs):
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(value, spec.dtype))
 
     def _find(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -217,9 +210,6 @@ class WorkerState:
             handles = [self._handle(i) for i in range(len(self._specs))]
             of_graph[device] = handles, [_value(*pair) for pair in zip(handles, self._specs)]
         return of_graph[device]
-
-    def _remember(self, handles: list[tf.Tensor], values: list[tf.Tensor]) -> None:
-        self._known[tf.compat.v1.get_default_graph()][handles[0].device] = handles, values
 
     def _handle(self, index: int) -> tf.Tensor:
         spec = self._specs[index]

@@ -15,16 +15,9 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import global_seed, is_being_built, layers_of, make_variables_at_once, stored_dtype
-from kdist._compat.tensorflow import (
-    call_with,
-    later_input,
-    watch_in_every_tape,
-    with_handle_of,
-)
+from kdist._compat.tensorflow import call_with, later_input, watch_in_every_tape, with_handle_of
 from kdist.model.forward import SeededScope
-from kdist.model.loss_weights import is_of_none
 from kdist.model.names import is_seed
-from kdist.model.phases import flat, packed
 
 #: The values of variables, by `id`.
 Values = Mapping[int, tf.Tensor]
@@ -39,6 +32,7 @@ class TracedScope(SeededScope):
         made: the variables that are made during the trace, by `id`.
 
     Attributes:
+        graph: of the function.
         variables: the variables that are read, by `id`.
         written: the variables that are assigned, by `id`.
         inputs: by the `id` of a variable, and the number of its updates before: a step that reads a variable after it
@@ -49,7 +43,7 @@ class TracedScope(SeededScope):
         super().__init__(collect_losses=True)
         self._model = model
         self._made = made
-        self._graph = tf.compat.v1.get_default_graph()
+        self.graph = tf.compat.v1.get_default_graph()
         self.variables: dict[int, keras.Variable] = {}
         self.written: dict[int, keras.Variable] = {}
         self.inputs: dict[tuple[int, int], tf.Tensor] = {}
@@ -130,12 +124,12 @@ class TracedScope(SeededScope):
     def _open(self, variable: keras.Variable) -> None:
         key = id(variable)
         spec = tf.TensorSpec(variable.shape, stored_dtype(variable))
-        value = later_input(self._graph, (key, self._num_updates[key]), spec)
+        value = later_input(self.graph, (key, self._num_updates[key]), spec)
         self.inputs[key, self._num_updates[key]] = value
         self.variables[key] = variable
         self.state_mapping[key] = value
         if self._num_steps[key]:
-            with self._graph.as_default():
+            with self.graph.as_default():
                 self.state_mapping[key] = value + self._num_steps[key]
         if variable.trainable:
             self._roots[key] = value
@@ -147,13 +141,6 @@ class TracedStep:
     Args:
         step: batch, scope -> nested tensors, computed in the scope, which it enters itself; its findings.
         batch_spec: nested type specs of a batch.
-        model: the owner of the step.
-        jit_compile: True if XLA compiles it.
-
-    Attributes:
-        function: the concrete function, and its graph.
-        scope: of the trace.
-        outputs, found: the results of the step.
     """
 
     scope: TracedScope
@@ -167,25 +154,21 @@ class TracedStep:
         model: keras.Model,
         jit_compile: bool | None = None,
     ) -> None:
-        def trace(parts: list[Any]) -> list[tf.Tensor]:
-            self._parts = parts
-            present = iter(parts)
-            batch = [None if is_of_none(spec) else next(present) for spec in tf.nest.flatten(batch_spec)]
+        def trace(batch: Any) -> Any:
+            self._batch = batch
             with make_variables_at_once() as made:
                 self.scope = TracedScope(model, made)
-                self.outputs, self.found = step(tf.nest.pack_sequence_as(batch_spec, batch), self.scope)
-            return flat(self.outputs)
+                self.outputs, self.found = step(batch, self.scope)
+            return self.outputs
 
         function = tf.function(trace, autograph=False, jit_compile=jit_compile)
-        specs = [spec for spec in tf.nest.flatten(batch_spec) if not is_of_none(spec)]
-        self.function = function.get_concrete_function(specs)
+        self.function = function.get_concrete_function(batch_spec)
         self.graph = self.function.graph
 
     def __call__(self, batch: Any, values: Values) -> Any:
         """The step's outputs; variables without a value have their own."""
         inputs = {(key, n): self._value(key, values) for key, n in self.scope.inputs}
-        results = call_with(self.function, inputs, _parts(batch))
-        return packed(self.outputs, dict(zip((tensor.name for tensor in flat(self.outputs)), results)))
+        return call_with(self.function, inputs, batch)
 
     def open_inputs(self, without: Collection[int] = ()) -> Any:
         """The nested inputs of the first phase, if the step is cut; it is run on `arguments`.
@@ -194,17 +177,13 @@ class TracedStep:
             without: variables that the caller has no values of, by `id`.
         """
         self._first = [key for key, n in self.scope.inputs if n == 0 and key not in without]
-        return [self._parts, [self.scope.inputs[key, 0] for key in self._first]]
+        return [self._batch, [self.scope.inputs[key, 0] for key in self._first]]
 
     def arguments(self, batch: Any, values: Values) -> Any:
         """The values of `open_inputs`."""
-        return [_parts(batch), [self._value(key, values) for key in self._first]]
+        return [batch, [self._value(key, values) for key in self._first]]
 
     def _value(self, key: int, values: Values) -> tf.Tensor:
         variable = self.scope.variables[key]
         value = values.get(key)
         return tf.cast(tf.convert_to_tensor(variable.value if value is None else value), variable.dtype)
-
-
-def _parts(batch: Any) -> list[Any]:
-    return [part for part in tf.nest.flatten(batch) if part is not None]

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,12 +116,11 @@ class OwnTrainStep:
 
     @contextmanager
     def _recording(self, scope: TracedScope) -> Iterator[None]:
-        graph = tf.compat.v1.get_default_graph()
         called = [(optimizer, optimizer) for optimizer in self._optimizers.values()]
         if self._scaling is not None:
             called.append((self._scaling, main_optimizer(self._model)))
         for optimizer, applied in called:
-            object.__setattr__(optimizer, "apply", partial(self._record, graph, scope, applied))
+            object.__setattr__(optimizer, "apply", partial(self._record, scope, applied))
             object.__setattr__(optimizer, "build", outside_of_scopes()(optimizer.build))
         try:
             yield
@@ -131,16 +130,11 @@ class OwnTrainStep:
                 object.__delattr__(optimizer, "build")
 
     def _record(
-        self,
-        graph: Any,
-        scope: TracedScope,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Any,
-        trainable_variables: Any = None,
+        self, scope: TracedScope, optimizer: keras.optimizers.Optimizer, gradients: Any, trainable_variables: Any = None
     ) -> None:
         variables = built_variables(optimizer) if trainable_variables is None else trainable_variables
         gradients = list(gradients)
-        if tf.compat.v1.get_default_graph() is not graph:
+        if tf.compat.v1.get_default_graph() is not scope.graph:
             raise self.refusal(
                 "applies gradients inside tf.cond, a loop, or a function of its own; apply them in every step, outside "
                 "of these (multiply them by 0 to skip an update)"
@@ -192,9 +186,8 @@ class OwnTrainStep:
                 "loss scaling, or compile with auto_scale_loss=False"
             )
         self.groups = tuple(groups)
-        known = [step_counter(group.optimizer) for group in groups]
-        known += [rate for group in groups if (rate := learning_rate_variable(group.optimizer)) is not None]
-        slots = {id(v) for optimizer in self._optimizers.values() for v in optimizer.variables} - set(map(id, known))
+        known = {id(of(group.optimizer)) for group in groups for of in (step_counter, learning_rate_variable)}
+        slots = {id(v) for optimizer in self._optimizers.values() for v in optimizer.variables} - known
         if unknown := sorted(v.name for v in read if id(v) in slots):
             raise self.refusal(
                 f"uses {', '.join(unknown)} of its optimizers, which other tasks do not have; a step can read their "
@@ -232,10 +225,6 @@ def cut_own_step(
 ) -> tuple[StepUpdates, Callable[[], Phases]]:
     """Finds the updates of a model's own traced step, with their phases.
 
-    Args:
-        loss: as `StepUpdates.loss`.
-        jit_compile: True if XLA compiles each phase.
-
     Returns:
         The updates; a function that cuts the step, once: each phase returns merged gradients, merged assignments,
         state, metrics and other values.
@@ -245,7 +234,8 @@ def cut_own_step(
     phases: list[int] = []
     last: dict[int, int] = {}
     num_updates = Counter[int]()
-    arrivals: list[dict[int, tf.Tensor]] = []
+    live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
+    arriving = defaultdict[int, dict[int, tf.Tensor]](dict)
     for indices, of_update, before in zip(own.updated, gradients, assigned):
         again = [last[i] + 1 for i in indices if i in last]
         phase = max([first_phases.of([of_update, before]), *phases[-1:], *again])
@@ -253,24 +243,18 @@ def cut_own_step(
         keys = {i: (id(own.trainable[i]), num_updates[i]) for i in indices}
         inputs = {i: traced.scope.inputs[key] for i, key in keys.items() if key in traced.scope.inputs}
         first_phases.arrive(inputs.values(), phase + 1)
-        arrivals.append(inputs)
+        arriving[phase + 1] |= {i: tensor for i, tensor in inputs.items() if tensor.op in live}
         phases.append(phase)
         last |= dict.fromkeys(indices, phase)
     at_end = [last[i] + 1 for i in assigned[-1] if i in last]
-    num_phases = 1 + max(first_phases.of([assigned[-1], state, metrics, values]), *phases, *at_end)
-    live = set(ancestors(traced.graph, flat_tensors([gradients, assigned, state, metrics, values])))
-    arriving: list[dict[int, tf.Tensor]] = [{} for _ in range(num_phases)]
-    for phase, inputs in zip(phases, arrivals):
-        for i, tensor in inputs.items():
-            if tensor.op in live:
-                arriving[phase + 1][i] = tensor
+    num_phases = 1 + max(*map(first_phases.of_operation, live), *phases, *at_end)
     updates = StepUpdates(
         own.groups,
         tuple(
             Update(group, frozenset(own.updated[i]), phases[i], own.order[:i].count(group))
             for i, group in enumerate(own.order)
         ),
-        pulled_again=tuple(map(frozenset, arriving)),
+        pulled_again=tuple(frozenset(arriving[phase]) for phase in range(num_phases)),
         assigned=frozenset(i for found in assigned for i in found),
         loss=loss,
     )
@@ -281,7 +265,7 @@ def cut_own_step(
         unknown: list[Any] = [None] * len(state)
         outputs: list[Any] = [(*found, unknown, [], []) for found in of_phases]
         outputs[-1] = *of_phases[-1], state, metrics, values
-        later = [[of_phase[i] for i in sorted(of_phase)] for of_phase in arriving[1:]]
+        later = [[arriving[p][i] for i in sorted(arriving[p])] for p in range(1, num_phases)]
         return Phases(traced.graph, first_phases, [traced.open_inputs(), *later], outputs, jit_compile)
 
     return updates, cut

@@ -53,10 +53,9 @@ class GradientAggregator:
 
     def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
         """Moves the packed tensors of a phase to the servers."""
-        devices = [self._store.device_of(layout.any_key) for layout in self._layouts[phase]]
         tensors = []
-        for tensor, device in zip(packed, devices):
-            with tf.device(device):
+        for tensor, layout in zip(packed, self._layouts[phase]):
+            with tf.device(layout.device):
                 tensors.append(tf.identity(tensor))
         return tensors
 
@@ -64,7 +63,7 @@ class GradientAggregator:
         """Applies the mean of `contributions` to a phase, traced in the chief; returns the same as a push."""
         means: BlockUpdates = {}
         for layout, tensors in zip(self._layouts[phase], zip(*contributions)):
-            with tf.device(self._store.device_of(layout.any_key)):
+            with tf.device(layout.device):
                 if self._has_one_mean(layout):
                     # One operation for all variables of a server, however many workers there are.
                     total = tf.add_n([Wire.unpack(tensor, layout.dtype) for tensor in tensors])
@@ -170,7 +169,7 @@ def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -
                 factors[False] = tf.constant(float(num_replicas))
             of_state = factors.get(True, factors.get(False) if Weight(server) in weights else None)
             for key, change in changes.items():
-                if isinstance(key, Overflow) or store.blocks[_block(key)].server != server:
+                if store.device_of(key) != device:
                     continue
                 if _is_mean_of_state(store, key, change):
                     changes[key] = scale(change, of_state)
@@ -182,10 +181,6 @@ def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -
 def _arriving(wire: Wire, weight: tf.Tensor | None) -> tf.Tensor | None:
     """A weight after its way to the servers."""
     return None if weight is None else wire.unpack(wire.pack(weight), weight.dtype)
-
-
-def _block(key: int | Assigned) -> int:
-    return key.block if isinstance(key, Assigned) else key
 
 
 def _is_mean_of_state(store: ParameterStore, key: Any, change: Any) -> bool:

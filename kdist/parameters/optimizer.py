@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ from kdist.model.updates import OptimizerGroup, StepUpdates
 from kdist.parameters.placement.blocks import Blocks, StoredShard
 from kdist.parameters.placement.messages import BlockUpdates
 from kdist.parameters.tables.rows import RowLock, set_rows
-from kdist.parameters.tables.table import Table
+from kdist.parameters.tables.table import FixedTable, Table
 
 
 class ServerOptimizer:
@@ -59,35 +59,28 @@ class ServerOptimizer:
         is_shared: bool,
     ) -> None:
         self.variables, self._owner = variables, group.name
-        self._dense = [b for b in variables if b not in tables]
+        self._dense = {b: variable for b, variable in variables.items() if b not in tables}
         with tf.device(device):
             self._by_rows = {
                 b: RowOptimizer(group.optimizer, group.name, originals[b], variables[b], table)
                 for b, table in tables.items()
             }
-            self._optimizer = _copy_for(group.optimizer, [originals[b] for b in self._dense], self._dense_variables)
+            #: Of the variables that are not updated by rows.
+            self.optimizer = _copy_for(group.optimizer, [originals[b] for b in self._dense], list(self._dense.values()))
             self._lock = RowLock(is_shared=is_shared)
-
-    @property
-    def _dense_variables(self) -> list[keras.Variable]:
-        return [self.variables[b] for b in self._dense]
 
     def state(self) -> Iterator[tuple[str, keras.Variable]]:
         """The optimizer's variables, named as by `optimizer_state`, blocks by their numbers; the learning rate once for
         each copy of it.
         """
-        for copy, own in [(self._optimizer, self._dense), *((o.optimizer, [b]) for b, o in self._by_rows.items())]:
+        for copy, own in [(self.optimizer, [*self._dense]), *((o.optimizer, [b]) for b, o in self._by_rows.items())]:
             yield from optimizer_state(copy, [self.variables[b] for b in own], list(map(str, own)), self._owner).items()
 
     def use_averages(self) -> None:
         """Sets the variables to their moving averages, if the optimizer keeps any."""
-        self._optimizer.finalize_variable_values(self._dense_variables)
+        self.optimizer.finalize_variable_values(list(self._dense.values()))
         for rows in self._by_rows.values():
             rows.table.use_averages()
-
-    def learning_rate(self, step: tf.Tensor) -> tf.Tensor:
-        """The learning rate after `step` updates, scalar int64: a scalar."""
-        return _learning_rate(self._optimizer, step)
 
     def apply(self, gradients: Mapping[int, tf.Tensor | tf.IndexedSlices], step: tf.Tensor) -> None:
         """Updates the variables.
@@ -99,34 +92,37 @@ class ServerOptimizer:
         for b, by_rows in self._by_rows.items():
             if b in gradients:
                 by_rows.apply(gradients[b], step)
-        arrived = {b: _with_shape(gradients[b], self.variables[b]) for b in self._dense if b in gradients}
-        if self._optimizer.gradient_accumulation_steps:
+        arrived = {b: _with_shape(gradients[b], variable) for b, variable in self._dense.items() if b in gradients}
+        if self.optimizer.gradient_accumulation_steps:
             arrived = {b: tf.convert_to_tensor(gradient) for b, gradient in arrived.items()}
         if not arrived:
             return
         given = list(arrived.values())
 
         def apply() -> None:
-            with _AtStep(self._optimizer, step):
-                self._optimizer.apply(given, [self.variables[b] for b in arrived])
+            with _AtStep(self.optimizer, step):
+                self.optimizer.apply(given, [self.variables[b] for b in arrived])
 
         if self._only_adds(given):
             apply()
             return
-        parts = [part for part in tf.nest.flatten(given, expand_composites=True) if part is not None]
         graph = tf.compat.v1.get_default_graph()
-        with self._lock.held([*parts, step]) as updates:
+        with self._lock.held([*tf.nest.flatten(given, expand_composites=True), step]) as updates:
             num_before = len(graph.get_operations())
             apply()
             updates += [op for op in graph.get_operations()[num_before:] if op.op_def.is_stateful]
 
     def _only_adds(self, gradients: Sequence[Any]) -> bool:
-        """True if updates add to values, so that several at once lose nothing, or hold locks of variables."""
+        """True if dense updates change values by kernels, or by additions alone, so that several at once lose nothing.
+
+        What reads a slot and assigns to it what it has computed loses what another worker has written in between.
+        """
+        kinds = (*_BY_KERNEL.values(), keras.optimizers.Adagrad)
         return (
-            _adds_in_place(type(self._optimizer))
-            and not self._optimizer.use_ema
+            any(kind in kinds for kind in type(self.optimizer).__mro__[:2])
+            and not self.optimizer.use_ema
             and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-            and all(variable.constraint is None for variable in self._dense_variables)
+            and all(variable.constraint is None for variable in self._dense.values())
         )
 
 
@@ -185,16 +181,22 @@ class RowOptimizer:
                 self._pairs.append((stand_in, slots[name]))
         for stand_in, _ in self._pairs:
             open_rows(stand_in)
-        # Plain SGD adds to a row what does not depend on its value.
-        self._only_adds = not table.rows_move and variable.constraint is None and leaves_other_rows_alone(optimizer)
+        # Plain SGD adds to a row what does not depend on its value. An id of a dynamic table may get another row.
+        self._only_adds = (
+            isinstance(table, FixedTable) and variable.constraint is None and leaves_other_rows_alone(optimizer)
+        )
 
     def apply(self, gradient: tf.IndexedSlices, step: tf.Tensor) -> None:
         """Updates the rows of `gradient`, which contains each row once; `step` as in `ServerOptimizer.apply`."""
         if self._only_adds:
-            # In one operation, which holds another lock; ours would cost small tables a fifth of their rate.
+            # In one operation, which holds the variable's own lock; ours would cost small tables a fifth of their rate.
+            # `ResourceScatterAdd` shares that lock, and loses what two of them add to a row at the same time.
             variable = self._pairs[0][1].value
             rate = tf.cast(_learning_rate(self.optimizer, step), variable.dtype)
-            _add_to_rows(variable, gradient.indices, -rate * tf.cast(gradient.values, variable.dtype))
+            change = -rate * tf.cast(gradient.values, variable.dtype)
+            tf.raw_ops.ResourceScatterNdAdd(
+                ref=variable.handle, indices=gradient.indices[:, tf.newaxis], updates=change, use_locking=True
+            )
             self.table.begin_update(gradient, step, [])
             return
         with self.table.lock.held([gradient.values, gradient.indices, step]) as updates:
@@ -263,10 +265,6 @@ def _with_shape(gradient: tf.Tensor | tf.IndexedSlices, variable: keras.Variable
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(variable.shape)))
 
 
-#: The shards of slots by name, and by the index of the shard of the parameter.
-_Slots: TypeAlias = "dict[str, dict[int, StoredShard]]"
-
-
 class ServerOptimizers:
     """One optimizer for each server and group of parameters.
 
@@ -276,9 +274,9 @@ class ServerOptimizers:
         is_shared: whether several workers make updates at the same time.
 
     Attributes:
-        stored: the slots, and the first copy of values of whole optimizers, by their names in checkpoints.
-        copies: all copies of the latter. Every server has its own, of the learning rate for one, so that applying needs
-            nothing from another server.
+        stored: the slots by their names in checkpoints.
+        copies: of values of whole optimizers, by such names. Every server has its own, of the learning rate for one,
+            so that applying needs nothing from another server.
     """
 
     def __init__(
@@ -295,10 +293,10 @@ class ServerOptimizers:
         self._updates, self._blocks, self._devices = updates, blocks, devices
         #: By server and group.
         self._optimizers: dict[tuple[int, int], ServerOptimizer] = {}
-        self.stored: dict[str, list[StoredShard]] = {}
+        #: By name, and by the index of the shard of the parameter.
+        self._slots: dict[str, dict[int, StoredShard]] = defaultdict(dict)
         self.copies: dict[str, list[tf.Variable]] = defaultdict(list)
         for g, group in enumerate(updates.groups):
-            slots: _Slots = defaultdict(dict)
             for server, device in enumerate(devices):
                 own = [b for b, block in enumerate(blocks) if block.server == server and block.is_parameter]
                 if not (own := [b for b in own if blocks[b].variable in group.variables]):
@@ -312,14 +310,13 @@ class ServerOptimizers:
                     is_shared=is_shared,
                 )
                 for key, variable in optimizer.state():
-                    self._add(key, variable, names, slots)
-            self.stored |= {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in slots.items()}
+                    self._add(key, variable, names)
+        self.stored = {name: [by_shard[i] for i in sorted(by_shard)] for name, by_shard in self._slots.items()}
 
     def learning_rate(self, step: tf.Tensor, group: int) -> tf.Tensor:
-        """As `ParameterStore.learning_rate`."""
         server = min(server for server, of_group in self._optimizers if of_group == group)
         with tf.device(self._devices[server]):
-            return self._optimizers[server, group].learning_rate(step)
+            return _learning_rate(self._optimizers[server, group].optimizer, step)
 
     def use_averages(self) -> None:
         for optimizer in self._optimizers.values():
@@ -333,20 +330,19 @@ class ServerOptimizers:
                 iteration = self._updates.groups[update.group].iteration(step, update.number)
                 optimizer.apply({b: arrived[b] for b in blocks if b in arrived}, iteration)
 
-    def _add(self, key: str, variable: keras.Variable, names: Sequence[str], slots: _Slots) -> None:
-        """Adds a variable of an optimizer to `stored` and `copies`, or, if it is a slot, to `slots`."""
+    def _add(self, key: str, variable: keras.Variable, names: Sequence[str]) -> None:
         kind, _, rest = key.partition("/")
         if kind != "slots":
             self.copies[key].append(variable.value)
-            self.stored.setdefault(key, [StoredShard.whole(variable.value)])
             return
         number, _, slot = rest.partition("/")
         block = self._blocks[int(number)]
         # The slots of dynamic tables are stored with their rows.
         for shard in () if block.is_dynamic else block.shards:
             # A slot with another shape than its variable belongs to a block of one shard.
-            stored = self._blocks.stored_shard(shard, variable) if block.is_joint else StoredShard.whole(variable.value)
-            slots[f"slots/{names[self._blocks.shards[shard].variable]}/{slot}"][shard] = stored
+            is_joint = block.is_flat or block.is_row_wise
+            stored = self._blocks.stored_shard(shard, variable) if is_joint else StoredShard.whole(variable.value)
+            self._slots[f"slots/{names[self._blocks.shards[shard].variable]}/{slot}"][shard] = stored
 
 
 # Keras's optimizers with their dense updates as one operation each, by TensorFlow's own kernels. Keras writes an update
@@ -413,17 +409,6 @@ class _AdamW(_Adam, keras.optimizers.AdamW):
     """Keras decays the weights before the update."""
 
 
-def _add_to_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Operation:
-    """Adds to rows, int64 `[n]`, each of them once; traced.
-
-    The operation holds the variable's own lock. `ResourceScatterAdd` shares that lock with others, and loses what two
-    of them add to a row at the same time.
-    """
-    return tf.raw_ops.ResourceScatterNdAdd(
-        ref=variable.handle, indices=rows[:, tf.newaxis], updates=values, use_locking=True
-    )
-
-
 #: Classes of the same maths with updates by kernels. Not for subclasses: a user's may compute something else.
 _BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimizer]] = {
     keras.optimizers.SGD: _SGD,
@@ -431,11 +416,3 @@ _BY_KERNEL: dict[type[keras.optimizers.Optimizer], type[keras.optimizers.Optimiz
     keras.optimizers.AdamW: _AdamW,
     keras.optimizers.Nadam: NadamBySteps,
 }
-
-
-def _adds_in_place(kind: type[keras.optimizers.Optimizer]) -> bool:
-    """Tells whether dense updates of a class change variables and slots by kernels, or by additions alone.
-
-    What reads a slot and assigns to it what it has computed loses what another worker has written in between.
-    """
-    return any(each in (*_BY_KERNEL.values(), keras.optimizers.Adagrad) for each in kind.__mro__[:2])

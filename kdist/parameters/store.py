@@ -143,15 +143,15 @@ class ParameterStore:
         stored |= self._optimizers.stored
         copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
         if self._loss_scale is not None:
-            copies |= self._loss_scale.variables
+            copies |= self._loss_scale.copies
         with tf.device(self.devices[0]):
             if model_variables.num_worker_states:
                 self._resets = tf.Variable(tf.zeros([model_variables.num_worker_states], tf.int64), trainable=False)
                 stored[STATE_RESETS] = [StoredShard.whole(self._resets)]
-            for name in self._initial.keys() - stored.keys():
+            for name in self._initial.keys() - stored.keys() - copies.keys():
                 # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
                 stored[name] = [StoredShard.whole(tf.Variable(self._initial[name].value, trainable=False))]
-        return NamedValues({**stored, **{n: [StoredShard.whole(first)] for n, (first, *_) in copies.items()}}, copies)
+        return NamedValues(stored, copies)
 
     def fill(self) -> None:
         """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""
@@ -174,7 +174,6 @@ class ParameterStore:
         return tf.function(sweep, autograph=False).get_concrete_function() if self._evicting else None
 
     def use_averages(self) -> None:
-        """Sets parameters to their moving averages, if the optimizers keep any."""
         self._optimizers.use_averages()
 
     def align(self) -> None:
@@ -184,16 +183,13 @@ class ParameterStore:
             self._loss_scale.align()
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets values by name; the others stay unchanged."""
         self.values.write(values)
         if GLOBAL_STEP in values:
             self.align()
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         """Reads all values but the learning rate from a checkpoint and its deltas, see `ValueFiles.restore`."""
-        self.files.restore(path)
-        for delta in deltas:
-            self.files.restore_delta(delta)
+        self.files.restore(path, deltas)
         reader = open_checkpoint([path, *deltas][-1])
         self.write({name: reader.get_tensor(name) for name in self.values.copies if name != LEARNING_RATE})
 
@@ -269,7 +265,7 @@ class ParameterStore:
         if self.is_remote:
             messages, changes = self.fuse(changes), {}
             for tensor, layout in messages:
-                with tf.device(self.device_of(layout.any_key)):
+                with tf.device(layout.device):
                     changes |= layout.split(tensor)
         return self.apply(changes, output.phase)
 
@@ -332,9 +328,7 @@ class ParameterStore:
         return {shard: v for b, value in arrived.items() for shard, v in self.blocks.split(b, value).items()}
 
     def _whole(self, index: int, by_shard: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """The value of a variable, from its shards."""
-        values = [by_shard[i] for i in self._shards_of[index]]
-        return values[0] if len(values) == 1 else tf.concat(values, 0)
+        return tf.concat([by_shard[i] for i in self._shards_of[index]], 0)
 
     def _apply_on(self, server: int, arrived: BlockUpdates, phase: int) -> tf.Tensor:
         """As `apply`, on one server; returns the number of its updates."""
@@ -396,7 +390,6 @@ class UpdateCounters:
         self.applied = on_each(devices, step * num_phases, tf.int64)
 
     def global_step(self) -> int:
-        """The exact number of updates."""
         return int(self.begun[0].numpy())
 
     def is_consistent(self) -> bool:
@@ -405,7 +398,6 @@ class UpdateCounters:
         return len(begun | {int(counter.numpy()) for counter in self.applied}) == 1
 
     def align(self) -> None:
-        """Resets every server's counters to the global step."""
         step = self.begun[0].read_value()
         for counter in self.begun[1:]:
             counter.assign(step)
@@ -430,11 +422,8 @@ class ServerLossScale:
             self._scale = tf.Variable(optimizer.dynamic_scale.numpy(), dtype=tf.float32, trainable=False)
             self._steps = tf.Variable(optimizer.step_counter.numpy(), dtype=tf.int32, trainable=False)
         self._dropped = on_each(devices, 0, tf.int64)
-
-    @property
-    def variables(self) -> dict[str, list[tf.Variable]]:
-        """The variables by name, with all copies of each."""
-        return {DYNAMIC_SCALE: [self._scale], DYNAMIC_SCALE_STEPS: [self._steps], DROPPED_STEPS: self._dropped}
+        #: All variables, by their names in checkpoints.
+        self.copies = {DYNAMIC_SCALE: [self._scale], DYNAMIC_SCALE_STEPS: [self._steps], DROPPED_STEPS: self._dropped}
 
     def read(self) -> tf.Tensor:
         """The scale, a float32 scalar on the first server."""

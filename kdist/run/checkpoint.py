@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +99,8 @@ class Checkpoints:
             CheckpointError: it cannot be written; earlier checkpoints are untouched.
             ConfigError: another chief has taken over the run dir.
         """
-        with self._saving(step):
-            values.begin_save(self._unfinished(self._target(step, since)), since, aside=False)
-            return self._complete(step, since, keep)
+        write = partial(values.begin_save, self._unfinished(self._target(step, since)), since, aside=False)
+        return self.finish_save(step, write, keep=keep, since=since)
 
     def begin_save(self, step: int, values: Values, *, since: DeltaBase | None = None) -> Future[None]:
         """As `write`, but returns when the values may change; pass what it returns to `finish_save`."""
@@ -111,30 +110,27 @@ class Checkpoints:
             return self._run.publish_after(written, lambda: self._move_into_place(target))
 
     def finish_save(
-        self, step: int, wait: Callable[[], None], *, keep: int | None = None, since: DeltaBase | None = None
+        self, step: int, wait: Callable[[], object], *, keep: int | None = None, since: DeltaBase | None = None
     ) -> Path:
         """Completes a checkpoint that `begin_save` has begun, after `wait` until it is written; see `write`."""
+        target = self._target(step, since)
         with self._saving(step):
             wait()
-            return self._complete(step, since, keep)
-
-    def _complete(self, step: int, since: DeltaBase | None, keep: int | None) -> Path:
-        target = self._target(step, since)
-        self._move_into_place(target)
-        # When an earlier save failed, other tasks may still have been writing.
-        self._remove_left_behind()
-        if since is None:
-            # Later deltas do not follow it: training has come back to an earlier checkpoint.
-            self._delete_deltas(later for later in self._steps_of(_DELTA, complete=False) if later >= step)
-        own = max((full for full in self._steps_of(_FULL) if full <= step), default=step)
-        for full, deltas in list(self._chains().items())[:-keep] if keep else []:
-            # Later ones may be damaged: they never cost the chain that has just been saved.
-            if full < own:
-                self._delete_deltas(deltas)
-                self._delete(self.path(full))
-        # Only TensorFlow's own tools need it.
-        with suppress(OSError):
-            self._write_state(self._steps_of(_FULL))
+            self._move_into_place(target)
+            # When an earlier save failed, other tasks may still have been writing.
+            self._remove_left_behind()
+            if since is None:
+                # Later deltas do not follow it: training has come back to an earlier checkpoint.
+                self._delete_deltas(later for later in self._steps_of(_DELTA, complete=False) if later >= step)
+            own = max((full for full in self._steps_of(_FULL) if full <= step), default=step)
+            for full, deltas in list(self._chains().items())[:-keep] if keep else []:
+                # Later ones may be damaged: they never cost the chain that has just been saved.
+                if full < own:
+                    self._delete_deltas(deltas)
+                    self._delete(self.path(full))
+            # Only TensorFlow's own tools need it.
+            with suppress(OSError):
+                self._write_state(self._steps_of(_FULL))
         return target
 
     @contextmanager
@@ -181,7 +177,9 @@ class Checkpoints:
             path = self.path(full)
             self._fetch(path)
             try:
-                if different := differences(shapes_in(path), values.shapes):
+                saved = open_checkpoint(path).get_variable_to_shape_map()
+                own = {name: tuple(shape) for name, shape in saved.items() if name not in BESIDE}
+                if different := differences(own, values.shapes):
                     # If it is damaged, they mean nothing.
                     check_all(path)
                     raise CheckpointError(
@@ -392,9 +390,6 @@ class Checkpoints:
         data = sorted(match[0] for match in self._matches() if match[1] == path.name and match[0] != index)
         return [f"{self.folder.name}/{name}" for name in (index, *data)]
 
-    def _files(self) -> list[Path]:
-        return list(self.folder.iterdir()) if self.folder.is_dir() else []
-
     def _move_into_place(self, target: Path) -> None:
         """Gives a saved checkpoint its name, the index last; removes an earlier one of the same step first."""
         unfinished, index = self._unfinished(target), Path(f"{target}{INDEX_SUFFIX}")
@@ -423,7 +418,7 @@ class Checkpoints:
             ) from None
 
     def _remove_left_behind(self) -> None:
-        for path in self._files():
+        for path in list(self.folder.glob("*")):
             if LEFT_BEHIND.fullmatch(path.name):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -448,7 +443,8 @@ class Checkpoints:
             warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
-        return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
+        pattern = re.compile(rf"{prefix.name}\.data-\d+-of-\d+")
+        return sorted(path for path in self.folder.glob("*") if pattern.fullmatch(path.name))
 
 
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:
@@ -491,11 +487,6 @@ def check_all(path: Path) -> None:
     reader = open_checkpoint(path)
     for name in reader.get_variable_to_shape_map():
         reader.get_tensor(name)
-
-
-def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    shapes = open_checkpoint(path).get_variable_to_shape_map()
-    return {name: tuple(shape) for name, shape in shapes.items() if name not in BESIDE}
 
 
 def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:

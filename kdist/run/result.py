@@ -14,14 +14,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
-
 from kdist.errors import ConfigError
-from kdist.log import plain_text
+from kdist.log import for_json, plain_text
 from kdist.model.logs import Logs, scalars
 from kdist.strategies.gradient_counts import GradientCounts
 
@@ -79,17 +76,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    packages = ("kdist", "tensorflow", "keras", "numpy", "hydra-core")
-    return {"python": platform.python_version()} | {package: _version(package) for package in packages}
-
-
-@cache
-def _version(package: str) -> str:
-    """Kept, since Python reads it from files."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return getattr(sys.modules.get(package), "__version__", "unknown")
+    found = {"python": platform.python_version()}
+    for package in ("kdist", "tensorflow", "keras", "numpy", "hydra-core"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+    return found
 
 
 def describe(error: BaseException) -> str:
@@ -186,7 +179,7 @@ class Result:
 
     def to_json(self) -> str:
         """The content of the file. NaN and infinity become null, because JSON has neither."""
-        return json.dumps(_as_json({"format": FORMAT, **asdict(self)}), indent=2, allow_nan=False) + "\n"
+        return json.dumps(for_json({"format": FORMAT, **asdict(self)}), indent=2, allow_nan=False) + "\n"
 
 
 def content_of(file: bytes) -> dict[str, Any]:
@@ -207,18 +200,6 @@ def record_in(file: bytes | None, place: object) -> dict[str, Any]:
         by = (found.get("versions") or {}).get("kdist", "a newer version")
         raise ConfigError(f"{place}: was written by kdist {by}, in format {number}; this version reads format {FORMAT}")
     return found
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return _as_json(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def final_metrics(result: Result) -> dict[str, float]:

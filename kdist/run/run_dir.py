@@ -129,20 +129,18 @@ class RunDir:
     def write_plan(self, plan: PlacementPlan | None) -> None:
         """Writes `placement.txt` and `placement.png`, or removes those of an earlier run."""
         table, picture = files = self.path / "placement.txt", self.path / "placement.png"
-        if plan is None:
-            for path in files:
+        if plan is not None:
+            try:
+                make_private(self.path)
+                table.write_text(plan.table())
+                plan.draw(picture)
+                return
+            except OSError as error:
+                # Training does not need them.
+                warn(f"{table}: cannot be written: {error.strerror or error}")
+        for path in files:
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
-            return
-        try:
-            make_private(self.path)
-            table.write_text(plan.table())
-            plan.draw(picture)
-        except OSError as error:
-            # Training does not need them.
-            for path in files:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-            warn(f"{table}: cannot be written: {error.strerror or error}")
 
     def describe(self, summaries: Summaries, model: keras.Model, step: int) -> None:
         """Shows the run in TensorBoard: its config, the layers of its model, the placement of its variables."""

@@ -66,9 +66,7 @@ class RunValues:
 class RunStatistics:
     """Adds up runs of a session: all of them for its result, or some for a report.
 
-    Attributes:
-        applied: updates applied.
-        extra_steps: updates beyond those requested, from calls that were repeated after the loss of a worker.
+    `extra_steps` are updates beyond those requested, from calls that were repeated after the loss of a worker.
     """
 
     def __init__(self) -> None:

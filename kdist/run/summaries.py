@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import metadata as hparams_metadata
@@ -27,6 +25,7 @@ from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from kdist.cluster.spec import EVALUATOR
 from kdist.log import warn
@@ -64,11 +63,8 @@ class Summaries:
 
     def buckets(self, split: str, tag: str, buckets: np.ndarray, step: int) -> None:
         """Writes a distribution that was counted: float64 `[n, 3]`, lower end, upper end and number of each bucket."""
-        tensor = TensorProto(dtype=DT_DOUBLE, tensor_content=buckets.astype(np.float64).tobytes())
-        for size in buckets.shape:
-            tensor.tensor_shape.dim.add(size=size)
         metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
-        self._write(split, [_summary(tag, metadata, tensor)], step)
+        self._write(split, [_summary(tag, metadata, buckets.astype(np.float64))], step)
 
     def text(self, split: str, tag: str, text: str, step: int) -> None:
         self._write(split, [text_pb(tag, text)], step)
@@ -77,10 +73,8 @@ class Summaries:
         content = png.read_bytes()
         # The header of a PNG begins with its width and height, in pixels.
         size = [str(number).encode() for number in struct.unpack(">II", content[16:24])]
-        tensor = TensorProto(dtype=DT_STRING, string_val=[*size, content])
-        tensor.tensor_shape.dim.add(size=3)
         metadata = image_metadata.create_summary_metadata(display_name=None, description=None)
-        self._write(split, [_summary(tag, metadata, tensor)], step)
+        self._write(split, [_summary(tag, metadata, [*size, content])], step)
 
     def hparams(
         self,
@@ -105,9 +99,8 @@ class Summaries:
 
     def keras_graph(self, model_json: str, step: int) -> None:
         """Writes the layers of a Keras model, given as `keras.Model.to_json`, for the Graphs tab."""
-        tensor = TensorProto(dtype=DT_STRING, string_val=[model_json.encode()])
         plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
-        self._write("train", [_summary("keras", SummaryMetadata(plugin_data=plugin), tensor)], step)
+        self._write("train", [_summary("keras", SummaryMetadata(plugin_data=plugin), model_json)], step)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -131,8 +124,8 @@ class Summaries:
                 warn(f"{self._folder}: TensorBoard's files cannot be written: {why}; training continues without them")
 
 
-def _summary(tag: str, metadata: SummaryMetadata, tensor: TensorProto) -> Summary:
-    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+def _summary(tag: str, metadata: SummaryMetadata, content: Any) -> Summary:
+    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(content))])
 
 
 class _EventFile:

@@ -40,11 +40,7 @@ def relative(path: Path) -> Path:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields another path to write to, and renames it to `path`: the file is complete or absent.
-
-    Raises:
-        OSError: it cannot be written; the earlier file is untouched.
-    """
+    """Yields another path to write to, and renames it to `path`; if that fails, the earlier file is untouched."""
     unfinished = path.with_name(f".{path.name}")
     try:
         yield unfinished

@@ -128,8 +128,7 @@ class Folder:
     def open_for(self, reader: str) -> Iterator[Folder]:
         """Yields the folder for a process that does not own it; at a URL, its copies have their own place.
 
-        Raises:
-            ConfigError: it cannot be reached, or a process on this machine has the same name as `reader`.
+        Raises `ConfigError` if it cannot be reached, or a process on this machine has the same name as `reader`.
         """
         yield self
 

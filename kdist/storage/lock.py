@@ -107,7 +107,7 @@ class RunLock:
 
         If looks are free, it waits for a heartbeat of a chief on another machine.
         """
-        if (found := self._living()) is None:
+        if (found := self.living()) is None:
             return
         owner, heartbeat_at = found
         if not (owner.is_elsewhere and self._folder.looks_are_free):
@@ -118,7 +118,7 @@ class RunLock:
             f"at most {left:.0f} s"
         )
         deadline = time.monotonic() + self._stale_secs
-        while (again := self._living()) is not None:
+        while (again := self.living()) is not None:
             # A clock that is wrong by a minute must not make this wait forever.
             if again != found or time.monotonic() > deadline:
                 raise self._in_use(*again)
@@ -129,9 +129,14 @@ class RunLock:
         """True if a process has the lock, or was killed while it had it."""
         return _owner_of(self._folder) is not None
 
-    def living_owner(self) -> LockOwner | None:
-        """The process that has the lock, as far as is known; None if there is none, or it has exited."""
-        return found[0] if (found := self._living()) else None
+    def living(self) -> tuple[LockOwner, float] | None:
+        """The process that has the lock and is not known to have exited, if any, and the time of its last heartbeat."""
+        owner = _owner_of(self._folder)
+        # The lock may be released between two looks at it.
+        if owner is None or owner.has_ended or (heartbeat_at := self._folder.modified(LOCK)) is None:
+            return None
+        is_silent = owner.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs
+        return None if is_silent else (owner, heartbeat_at)
 
     def __enter__(self) -> RunLock:
         self.check()
@@ -139,7 +144,7 @@ class RunLock:
             self._folder.make()
             with self._folder.alone(LOCK):
                 # Another chief may have been faster.
-                if (found := self._living()) is not None:
+                if (found := self.living()) is not None:
                     raise self._in_use(*found)
                 self._mine = LockOwner.this_process()
                 self._content = json.dumps(asdict(self._mine)).encode()
@@ -163,15 +168,6 @@ class RunLock:
                     folder.delete([LOCK])
         except StorageError as failure:
             warn(f"{failure}; a chief on another machine may start in {self._stale_secs:g} s")
-
-    def _living(self) -> tuple[LockOwner, float] | None:
-        """The owner that is not known to have exited, and the time of its last heartbeat."""
-        owner = _owner_of(self._folder)
-        # The lock may be released between two looks at it.
-        if owner is None or owner.has_ended or (heartbeat_at := self._folder.modified(LOCK)) is None:
-            return None
-        is_silent = owner.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs
-        return None if is_silent else (owner, heartbeat_at)
 
     def _in_use(self, owner: LockOwner, heartbeat_at: float) -> ConfigError:
         is_own = not owner.is_elsewhere and owner.pid == os.getpid()

@@ -39,9 +39,6 @@ _INTERVAL_SECS = 10.0
 #: Uploading takes at most this part of the time.
 _BUSY_PART = 0.1
 
-# The modification time and size of a file, by which a change is seen.
-_Stamp = tuple[int, int]
-
 
 class Mirror(Folder):
     """While entered, this process is the only chief of the run dir at `url`, and `path` is mirrored there.
@@ -63,7 +60,8 @@ class Mirror(Folder):
         self._locks = RunLock(Folder(self.path, url)), RunLock(self.storage)
         #: The objects at the URL, which only the chief changes.
         self._sizes: dict[str, int] = {}
-        self._sent: dict[str, _Stamp] = {}
+        #: The files that were uploaded, by their modification times and sizes.
+        self._sent: dict[str, tuple[int, int]] = {}
         self._pushing = threading.Lock()
         self._ended = threading.Event()
         self._entered = ExitStack()
@@ -283,6 +281,7 @@ def _is_passing(name: str) -> bool:
     return any((part.startswith(".") and part != _CONFIG) or LEFT_BEHIND.fullmatch(part) for part in name.split("/"))
 
 
-def _stamp(path: Path) -> _Stamp:
+def _stamp(path: Path) -> tuple[int, int]:
+    """The modification time and size of a file, by which a change is seen."""
     status = path.stat()
     return status.st_mtime_ns, status.st_size

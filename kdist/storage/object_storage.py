@@ -149,8 +149,6 @@ class ObjectStorage(Folder):
         return {name.removeprefix(start) for name in self.sizes() if name.startswith(start)}
 
     def sizes(self) -> dict[str, int]:
-        """The size of each object, by its name."""
-
         def find() -> dict[str, int]:
             files, root = self._connected
             found = files.find(root, detail=True)
@@ -283,8 +281,7 @@ class ObjectStorage(Folder):
 def folder_at(place: str | Path, timeout: float, key: str = "run.dir") -> Folder:
     """The folder at a path or a URL, whose storage may fail for `timeout` seconds; `key` is that of the config.
 
-    Raises:
-        ConfigError: the URL is not allowed, or the storage fails or refuses.
+    Raises `ConfigError` if the URL is not allowed, or the storage fails or refuses.
     """
     if is_url(place):
         return ObjectStorage(check_url(str(place), key), timeout, key=key).connect()

@@ -6,7 +6,8 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,13 +29,10 @@ from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepa
 
 
 class AllReduce(StoreStrategy):
-    """Synchronous replicas over a `tf.distribute` strategy, which subclasses create.
-
-    Args:
-        first_replica: index of the first replica of this process, over all processes.
-    """
+    """Synchronous replicas over a `tf.distribute` strategy, which subclasses create."""
 
     def __init__(self, first_replica: int = 0) -> None:
+        #: The first one of this process, over all processes.
         self._first_replica = first_replica
         self._iterators: list[Iterator[Any]] = []
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}
@@ -84,8 +82,7 @@ class AllReduce(StoreStrategy):
         if not self._iterators or not isinstance(self._make_dataset.structured_outputs, tf.data.Dataset):
             self._iterators = [iterator_over(self._dataset(replica)) for replica in self._replicas]
         try:
-            packed: np.ndarray = self._function(num_steps)(self._iterators).numpy()
-            return packed
+            return self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
 
@@ -127,8 +124,11 @@ class AllReduce(StoreStrategy):
         sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
         dense = [key for key in first if key not in sparse and not isinstance(key, Overflow)]
         rules = {key: rule_of(self._store, key, first[key].dtype) for key in dense}
-        for keys in _by_dtype({key: dtype_of_total(rules[key], first[key].dtype) for key in dense}):
-            # All at once, so that TensorFlow packs them into one message.
+        by_dtype: dict[tf.DType, list[Any]] = defaultdict(list)
+        for key in dense:
+            by_dtype[dtype_of_total(rules[key], first[key].dtype)].append(key)
+        for keys in by_dtype.values():
+            # All at once, so that TensorFlow packs them into one message, which is of one dtype.
             own = [[changes[key] for key in keys] for changes in each]
             totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in keys]))
             for store, changes, of_replica in zip(self._stores, each, totals):
@@ -173,14 +173,6 @@ class AllReduce(StoreStrategy):
         return [
             tf.nest.map_structure(lambda value, i=i: values_of(value)[i], results) for i in range(len(self._stores))
         ]
-
-
-def _by_dtype(dtypes: Mapping[Any, tf.DType]) -> list[list[Any]]:
-    """The keys of changes in groups of one dtype: only these are packed into one message."""
-    groups: dict[tf.DType, list[Any]] = {}
-    for key, dtype in dtypes.items():
-        groups.setdefault(dtype, []).append(key)
-    return list(groups.values())
 
 
 def _totals(

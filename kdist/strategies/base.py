@@ -29,18 +29,15 @@ from kdist.strategies.calls import StepLogs
 class Values(abc.ABC):
     """The values that training changes, by name: the content of a checkpoint.
 
-    Every method waits until no step is in flight, but for `shapes` and `by_rows`, which never change.
+    Every method waits until no step is in flight.
+
+    Attributes:
+        shapes: of every value; None as the number of rows of a dynamic table.
+        by_rows: the names of the values of which a delta has the changed rows only.
     """
 
-    @property
-    @abc.abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every value; None as the number of rows of a dynamic table."""
-
-    @property
-    @abc.abstractmethod
-    def by_rows(self) -> frozenset[str]:
-        """The names of the values of which a delta has the changed rows only."""
+    shapes: Mapping[str, tuple[int, ...]]
+    by_rows: frozenset[str]
 
     @abc.abstractmethod
     def global_step(self) -> int:
@@ -235,27 +232,22 @@ class Strategy(abc.ABC):
 
     #: Its name in configs.
     name: ClassVar[str]
-
     #: True if an update may be computed from older parameters than it is applied to.
     is_asynchronous: ClassVar[bool] = False
-
     #: True if workers can also evaluate, by `on_workers`.
     has_workers: ClassVar[bool] = False
-
     #: The number of replicas that compute gradients.
     num_replicas: int = 1
-
     #: The batches of one update: 1 if every gradient is applied by itself.
     batches_per_step: int = 1
-
     #: True if the run was interrupted: another chief will resume it. Set before `stop`.
     is_interrupted: bool = False
-
     #: True if the last run traced a new function, so that its duration says nothing about speed.
     warming_up: bool = False
-
     #: The server of each variable; None without servers, or before `start`.
     plan: PlacementPlan | None = None
+    #: The values that training changes, once the strategy has started.
+    values: Values
 
     @abc.abstractmethod
     def start(self, spec: TrainingSpec) -> None:
@@ -283,11 +275,6 @@ class Strategy(abc.ABC):
     def is_idle(self) -> bool:
         """True if nothing is in flight and every finished step has been returned by a `run`."""
         return True
-
-    @property
-    @abc.abstractmethod
-    def values(self) -> Values:
-        """The values that training changes, once the strategy has started."""
 
     def set_active(self, workers: Collection[int]) -> None:
         """Lets only these workers run steps, from the next call on.

@@ -7,7 +7,7 @@ import abc
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.tensorflow import function_for_tasks
-from kdist.cluster.spec import Task
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_over, next_of
 from kdist.data.split_data import why_unreadable, with_place
@@ -81,11 +80,7 @@ class StepLogs:
 
 
 class CallLogs:
-    """Packs the logs of a call into one tensor, because every fetched tensor costs a round trip.
-
-    Args:
-        replica_step: the step of the model.
-    """
+    """Packs the logs of a call into one tensor, because every fetched tensor costs a round trip."""
 
     def __init__(self, replica_step: ReplicaStep) -> None:
         self._variables = replica_step.metrics
@@ -140,9 +135,6 @@ def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int)
     descent on a copy, adds up its gradients, and pushes their sum. With more than one batch this is a
     different algorithm than asynchronous training, with fewer bytes and more staleness; for plain SGD with a single
     worker it is the same.
-
-    Args:
-        local_steps: the batches of a push.
     """
     updates = replica_step.updates
 
@@ -204,75 +196,61 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
     return sum_duplicates(both) if is_row_wise else both
 
 
+@dataclass(eq=False)
 class Calls(abc.ABC):
     """Calls of a given number of steps, each traced when it is first needed."""
 
-    def __init__(self) -> None:
-        self._functions: dict[int, Callable[..., Any]] = {}
+    _functions: dict[int, Callable[..., Any]] = field(default_factory=dict, init=False)
 
     def traced(self, num_steps: int) -> bool:
-        """Tells whether a call of that many steps exists already."""
         return num_steps in self._functions
 
     def function(self, num_steps: int) -> Callable[..., Any]:
-        """The call of `num_steps` steps."""
         if num_steps not in self._functions:
             self._functions[num_steps] = self._trace(num_steps)
         return self._functions[num_steps]
 
     @abc.abstractmethod
-    def _trace(self, num_steps: int) -> Callable[..., Any]:
-        """Traces the call of `num_steps` steps."""
+    def _trace(self, num_steps: int) -> Callable[..., Any]: ...
 
 
+@dataclass(eq=False)
 class UnrolledCalls(Calls):
     """Calls of one replica that pushes its own gradients: (iterator) -> a float64 matrix that `logs` unpacks.
 
-    Args:
-        replica_step: the step of the model.
-        store: the source of values and the target of gradients.
+    Attributes:
         iterator_spec: type of the iterator over `(batch, seeds)` that a call takes.
         local_steps: batches of one step; see `own_step`.
         num_ahead: see `run_steps`.
     """
 
-    def __init__(
-        self,
-        replica_step: ReplicaStep,
-        store: ParameterStore,
-        iterator_spec: Any,
-        local_steps: int = ParameterServerOptions.local_steps,
-        num_ahead: int = 0,
-    ) -> None:
-        super().__init__()
-        self._num_ahead = num_ahead
-        self._compute = own_step(replica_step, store, local_steps)
-        self._store = store
-        self._iterator_spec = iterator_spec
-        self.logs = CallLogs(replica_step)
+    replica_step: ReplicaStep
+    store: ParameterStore
+    iterator_spec: Any
+    local_steps: int = ParameterServerOptions.local_steps
+    num_ahead: int = 0
+
+    def __post_init__(self) -> None:
+        self.logs = CallLogs(self.replica_step)
 
     def _trace(self, num_steps: int) -> Callable[..., Any]:
-        def call(iterator: Any) -> tf.Tensor:
-            replica = Replica(self._store, iterator, self._compute)
-            return run_steps([replica], num_steps, self.logs, num_ahead=self._num_ahead)[0]
+        compute = own_step(self.replica_step, self.store, self.local_steps)
 
-        return function_for_tasks(call, self._iterator_spec)
+        def call(iterator: Any) -> tf.Tensor:
+            replica = Replica(self.store, iterator, compute)
+            return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
+
+        return function_for_tasks(call, self.iterator_spec)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica while a call is traced.
-
-    Attributes:
-        store: gives values and takes gradients.
-        iterator: over `(batch, seeds)`.
-        compute: its step between a pull and a push.
-        device: computes; the caller's if empty.
-    """
+    """A replica while a call is traced, with its iterator over `(batch, seeds)`."""
 
     store: ParameterStore
     iterator: Any
     compute: Compute
+    #: It computes there; on the device of the caller if empty.
     device: str = ""
 
     def next_batch(self) -> tuple[Any, tf.Tensor]:
@@ -388,31 +366,29 @@ class CallSizer:
         is_settled = self._fixed is not None or self._has_settled
         if self.steps_per_call == 1 or not is_settled or not self._trained_steps:
             return False
-        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
-        return steps * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
+        return self._steps_left * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
+
+    @property
+    def _steps_left(self) -> int:
+        return self._trained_steps if self._last_step is None else self._last_step - self._step
 
     def begin_at(self, step: int) -> None:
-        """Sets the global step of training."""
         self._step = step
 
     def next_size(self, remaining: int) -> int:
         """The steps of the next call when `remaining` steps are left to assign."""
         if self._fixed is not None and remaining >= self._fixed:
             return self._fixed
-        size = min(self.steps_per_call, remaining)
+        at_most, size = min(self.steps_per_call, remaining), 1
         if self._fixed is None:
             # Near the end every worker still gets its share.
-            size = min(size, math.ceil(remaining / self._num_workers))
-        return _power_of_growth(size)
+            at_most = min(at_most, math.ceil(remaining / self._num_workers))
+        while size * _GROWTH <= at_most:
+            size *= _GROWTH
+        return size
 
     def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
-        """Learns from some steps.
-
-        Args:
-            num_steps: steps that finished, over all workers.
-            secs: the time that took.
-            warming_up: whether functions were traced, or prepared on workers, meanwhile.
-        """
+        """Learns from finished steps of all workers; `warming_up` if functions were traced or prepared meanwhile."""
         self._step += num_steps
         if warming_up:
             self._cost_secs += secs
@@ -438,40 +414,19 @@ class CallSizer:
             # Most of the time of a single step may be that of its call.
             return True
         saved = (self._step_secs_before - step_secs) / _GROWTH
-        steps = self._trained_steps if self._last_step is None else self._last_step - self._step
-        return saved * steps >= _GROWTH * self._cost_secs
-
-
-def _power_of_growth(at_most: int) -> int:
-    """The largest size of a call that is not larger."""
-    size = 1
-    while size * _GROWTH <= at_most:
-        size *= _GROWTH
-    return size
+        return saved * self._steps_left >= _GROWTH * self._cost_secs
 
 
 class WorkerIterators:
-    """Iterators on workers.
+    """Iterators over the datasets that `make_dataset` makes for each worker, on the task of the caller."""
 
-    Args:
-        make_dataset: worker -> its dataset, on the device of the caller.
-        device_of: worker -> the device of its iterator; None for that of the caller.
-    """
-
-    def __init__(
-        self,
-        make_dataset: Callable[[int], Any],
-        device_of: Callable[[int], str | None] = lambda worker: Task("worker", worker).device,
-    ) -> None:
+    def __init__(self, make_dataset: Callable[[int], Any]) -> None:
         self._make_dataset = make_dataset
-        self._device_of = device_of
         self._iterators: dict[int, Any] = {}
 
     def of(self, worker: int) -> Any:
-        """The iterator of a worker."""
         if worker not in self._iterators:
-            with tf.device(self._device_of(worker)):
-                self._iterators[worker] = iterator_over(self._make_dataset(worker))
+            self._iterators[worker] = iterator_over(self._make_dataset(worker))
         return self._iterators[worker]
 
     def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:
@@ -526,5 +481,4 @@ class WorkerIterators:
         self._iterators.pop(worker, None)
 
     def clear(self) -> None:
-        """Drops them all."""
         self._iterators.clear()

@@ -8,6 +8,8 @@ graph are all the synchronisation there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -24,74 +26,58 @@ from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import CallLogs, Calls
 
 
+@dataclass(eq=False)
 class InGraphSyncCalls(Calls):
     """Calls of all workers: list of iterators -> the packed logs of each worker, see `CallLogs.pack`.
 
-    Args:
-        replica_step: the step of the model.
-        store: the source of values.
-        aggregator: takes the gradients.
-        logs: packs the logs of a call.
+    Attributes:
         iterator_spec: type of the iterators over `(batch, seeds)`, one per worker.
         shares: the number of gradients of one step of each worker that takes part; 1 if steps have phases.
     """
 
-    def __init__(
-        self,
-        replica_step: ReplicaStep,
-        store: ParameterStore,
-        aggregator: GradientAggregator,
-        logs: CallLogs,
-        iterator_spec: tf.TypeSpec,
-        shares: Mapping[int, int],
-    ) -> None:
-        super().__init__()
-        self._replica_step = replica_step
-        #: A self-contained step of a worker, traced once for all of them in each call.
-        self._worker_function: Callable[..., Any] | None = None
-        self._store = store
-        self._aggregator = aggregator
-        self._logs = logs
-        self._iterator_spec = iterator_spec
-        self._shares = dict(shares)
+    replica_step: ReplicaStep
+    store: ParameterStore
+    aggregator: GradientAggregator
+    logs: CallLogs
+    iterator_spec: tf.TypeSpec
+    shares: Mapping[int, int]
+    #: A self-contained step of a worker, traced once for all of them in each call.
+    _worker_function: Callable[..., Any] | None = field(default=None, init=False)
 
     def _trace(self, num_steps: int) -> Callable[..., Any]:
-        def call(iterators: list[Any]) -> list[tf.Tensor]:
-            self._worker_function = None
-            return self._run_steps(iterators, num_steps)
+        specs = [self.iterator_spec] * len(self.shares)
+        return tf.function(partial(self._run_steps, num_steps), autograph=False).get_concrete_function(specs)
 
-        specs = [self._iterator_spec] * len(self._shares)
-        return tf.function(call, autograph=False).get_concrete_function(specs)
-
-    def _run_steps(self, iterators: list[Any], num_steps: int) -> list[tf.Tensor]:
-        rows: dict[int, list[list[Any]]] = {worker: [] for worker in self._shares}
-        run_step = self._run_same_step if self._replica_step.is_self_contained else self._run_step
+    def _run_steps(self, num_steps: int, iterators: list[Any]) -> list[tf.Tensor]:
+        self._worker_function = None
+        rows: dict[int, list[list[Any]]] = {worker: [] for worker in self.shares}
+        run_step = self._run_same_step if self.replica_step.is_self_contained else self._run_step
         for _ in range(num_steps):
-            for worker, row in run_step(dict(zip(self._shares, iterators))).items():
+            for worker, row in run_step(dict(zip(self.shares, iterators))).items():
                 rows[worker].append(row)
         packed = []
-        for worker in self._shares:
+        for worker in self.shares:
             with tf.device(compute_device(Task("worker", worker))):
                 # Nothing is ever stale here.
                 staleness = tf.zeros([num_steps], tf.int64)
-                packed.append(self._logs.pack(staleness, rows[worker]))
+                packed.append(self.logs.pack(staleness, rows[worker]))
         return packed
 
     def _run_same_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""
-        gathered = self._store.gather()
+        gathered = self.store.gather()
         results: list[Contribution] = []
         rows: dict[int, list[Any]] = {}
-        for worker, share in self._shares.items():
+        for worker, share in self.shares.items():
             with tf.device(compute_device(Task("worker", worker))):
                 values = [tf.identity(tensor) for tensor, _ in gathered.fused]
-                before: list[tf.Tensor] = [tf.constant(0), *self._logs.initial_metrics()]
+                before: list[tf.Tensor] = [tf.constant(0), *self.logs.initial_metrics()]
                 for _ in range(share):
                     arguments = [values, before, *next_of(iterators[worker])]
                     packed, before, row = self._function_for(gathered, arguments)(*arguments)
-                    results.append(self._aggregator.deliver(packed))
+                    results.append(self.aggregator.deliver(packed))
                 rows[worker] = [row]
-        self._aggregator.apply_mean(results)
+        self.aggregator.apply_mean(results)
         return rows
 
     def _function_for(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
@@ -104,11 +90,11 @@ class InGraphSyncCalls(Calls):
             def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
                 arrived = [(value, layout) for value, (_, layout) in zip(values, gathered.fused)]
                 # The step does not need the time: otherwise it would not be self-contained.
-                pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
+                pulled = self.store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
                 num_before, *metrics = before
-                output = next(self._store.run_step(self._replica_step, pulled, batch, seeds, metrics))
+                output = next(self.store.run_step(self.replica_step, pulled, batch, seeds, metrics))
                 after = [num_before + output.num_examples, *output.metrics]
-                return self._aggregator.pack(output, pulled), after, self._logs.fuse(after)
+                return self.aggregator.pack(output, pulled), after, self.logs.fuse(after)
 
             specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
             # Of no worker: each runs it on its own device.
@@ -118,31 +104,31 @@ class InGraphSyncCalls(Calls):
 
     def _run_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers; for each the number of examples and the metrics."""
-        gathered = self._store.gather()
+        gathered = self.store.gather()
         pulled: dict[int, Pulled] = {}
-        running: dict[int, list[RunningStep]] = {worker: [] for worker in self._shares}
+        running: dict[int, list[RunningStep]] = {worker: [] for worker in self.shares}
         outputs: dict[int, list[ReplicaOutput]] = {}
-        for phase, again in enumerate(self._store.updates.pulled_again):
+        for phase, again in enumerate(self.store.updates.pulled_again):
             if phase:
-                gathered = self._store.gather(again)
+                gathered = self.store.gather(again)
             results = []
-            for worker, share in self._shares.items():
+            for worker, share in self.shares.items():
                 with tf.device(compute_device(Task("worker", worker))):
-                    fresh: Any = self._store.pull_again(phase, gathered) if phase else None
+                    fresh: Any = self.store.pull_again(phase, gathered) if phase else None
                     if not phase:
-                        pulled[worker] = self._store.pull(gathered)
+                        pulled[worker] = self.store.pull(gathered)
                     outputs[worker] = []
-                    metrics = self._logs.initial_metrics()
+                    metrics = self.logs.initial_metrics()
                     for i in range(share):
                         if not phase:
                             batch, seeds = next_of(iterators[worker])
-                            step = self._store.run_step(self._replica_step, pulled[worker], batch, seeds, metrics)
+                            step = self.store.run_step(self.replica_step, pulled[worker], batch, seeds, metrics)
                             running[worker].append(step)
                         output = running[worker][i].send(fresh)
-                        results.append(self._aggregator.bring(output, pulled[worker]))
+                        results.append(self.aggregator.bring(output, pulled[worker]))
                         outputs[worker].append(output)
                         metrics = output.metrics
-            self._aggregator.apply_mean(results, phase)
+            self.aggregator.apply_mean(results, phase)
         rows = {}
         for worker, of_worker in outputs.items():
             with tf.device(compute_device(Task("worker", worker))):

@@ -33,12 +33,10 @@ class Mirrored(AllReduce):
 
     def start(self, spec: TrainingSpec) -> None:
         number_collectives_when_traced()
-        self._start(spec, NumberedMirroredStrategy(self._devices()))
-
-    def _devices(self) -> list[str]:
         gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
         number = self._num_devices or len(gpus)
-        return [device.name for device in (gpus if len(gpus) >= number else cpus)[:number]]
+        devices = (gpus if len(gpus) >= number else cpus)[:number]
+        self._start(spec, NumberedMirroredStrategy([device.name for device in devices]))
 
 
 def logical_cpus_needed(num_devices: int | None) -> int:

@@ -9,11 +9,11 @@ with the session instead, which is faster.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, SupportsInt, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -34,13 +34,13 @@ from kdist.threads import in_thread
 T = TypeVar("T")
 
 #: Commands of the chief: to run so many steps, to share its values, and to stop, which has 1 if it is interrupted.
-RUN, SHARE, STOP = 1, 2, 3
+_RUN, _SHARE, _STOP = 1, 2, 3
 _STOP_SECS = 5.0
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
 _distributions: dict[Membership, tf.distribute.Strategy] = {}
 
 
-def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy:
+def join(membership: Membership, start_timeout: float) -> None:
     """Joins the other workers; TensorFlow can do that only before its first op in a process.
 
     Args:
@@ -52,26 +52,26 @@ def join(membership: Membership, start_timeout: float) -> tf.distribute.Strategy
         ClusterError: a worker did not join within `start_timeout` seconds.
     """
     number_collectives_when_traced()
-    if membership not in _distributions:
-        meet(membership.spec.worker, membership.task.index, start_timeout)
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
-            task_type="worker",
-            task_id=membership.task.index,
-            rpc_layer="grpc",
-        )
-        try:
-            # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
-            late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
-            with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
-                _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
-        except RuntimeError as error:
-            raise ConfigError(
-                "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
-                f"anything else ({error})"
-            ) from error
-        sockets.bind_port(membership.spec.port(membership.task))
-    return _distributions[membership]
+    if membership in _distributions:
+        return
+    meet(membership.spec.worker, membership.task.index, start_timeout)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
+        task_type="worker",
+        task_id=membership.task.index,
+        rpc_layer="grpc",
+    )
+    try:
+        # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
+        late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
+        with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
+            _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    except RuntimeError as error:
+        raise ConfigError(
+            "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
+            f"anything else ({error})"
+        ) from error
+    sockets.bind_port(membership.spec.port(membership.task))
 
 
 def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: float) -> None:
@@ -86,26 +86,18 @@ def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: fl
         ClusterError: others do not call it in time, or are lost.
     """
     own, num_workers = membership.task.index, len(membership.spec.worker)
-    summed = tf.function(partial(_sum_over_workers, membership), autograph=False)
 
     def exchange() -> list[TaskFingerprint]:
         text = np.frombuffer(fingerprint.to_json().encode(), np.uint8)
         lengths = np.zeros(num_workers, np.int64)
         lengths[own] = len(text)
-        lengths = summed(tf.constant(lengths)).numpy()
+        lengths = _sum_of_all(membership, lengths)
         texts = np.zeros((num_workers, lengths.max()), np.int64)
         texts[own, : len(text)] = text
-        texts = summed(tf.constant(texts)).numpy().astype(np.uint8)
+        texts = _sum_of_all(membership, texts).astype(np.uint8)
         return [TaskFingerprint.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
 
-    try:
-        check_fingerprints(in_thread(exchange).result(timeout))
-    except TimeoutError:
-        raise ClusterError(
-            f"the other workers did not compare versions and config within {timeout:g} s (cluster.start_timeout)"
-        ) from None
-    except _LOST as error:
-        raise _lost(error) from error
+    check_fingerprints(_bounded(exchange, timeout, "compare versions and config", "cluster.start_timeout"))
 
 
 class MultiWorkerMirrored(AllReduce):
@@ -125,9 +117,9 @@ class MultiWorkerMirrored(AllReduce):
         super().__init__(first_replica=membership.task.index * devices)
         self.batches_per_step = self._distribution.num_replicas_in_sync
         self._membership = membership
-        self._is_chief = membership.is_chief
         self._announces = membership.is_chief and not membership.started_by_kdist
-        self._step_timeout = step_timeout
+        # kdist has started the others, too: it waits for them itself, and knows which one was stopped.
+        self._step_timeout = None if membership.started_by_kdist and membership.task.index else step_timeout
         self._is_started = False
         self._pids: dict[Task, int] = {}
         spec = membership.spec
@@ -138,7 +130,7 @@ class MultiWorkerMirrored(AllReduce):
         self._start(spec, self._distribution)
         # In every worker: collectives are numbered as they are traced.
         if not self._membership.started_by_kdist:
-            self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
+            self._say_together = _traced_sum(self._membership, tf.TensorSpec([2], tf.int64))
         self._bounded(self._share)
         self._pids = self._bounded(self._find_pids)
         self._is_started = True
@@ -147,36 +139,29 @@ class MultiWorkerMirrored(AllReduce):
     def pids(self) -> Mapping[Task, int]:
         return self._pids
 
-    def run_as_worker(self, spec: TrainingSpec, commands: Iterable[tuple[int, int]] | None = None) -> bool:
+    def run_as_worker(self, spec: TrainingSpec) -> bool:
         """Takes part in what the chief does, until it stops; returns True if the run is at its end, not interrupted.
-
-        Args:
-            commands: what to do, with an argument; None hears it from the chief.
 
         Raises:
             ClusterError: the chief, or another worker, is lost.
         """
         try:
             self.start(spec)
-            for command, argument in self._announced() if commands is None else commands:
-                if command == STOP:
+            while True:
+                # The chief may be busy between two calls: it validates and saves.
+                command, argument = self._say(0)
+                if command == _STOP:
                     return not argument
-                if command == SHARE:
+                if command == _SHARE:
                     self._share()
                 else:
                     super().call(argument)
-            return False
         except _LOST as error:
             raise _lost(error) from error
         finally:
             self._tcp_timeouts.stop()
 
-    def _announced(self) -> Iterator[tuple[int, int]]:
-        while True:
-            # The chief may be busy between two calls: it validates and saves.
-            yield self._say(0)
-
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
         if self._announces:
             self.share()
@@ -185,15 +170,15 @@ class MultiWorkerMirrored(AllReduce):
         if self._announces and self._is_started:
             self._is_started = False
             with suppress(ClusterError):
-                self._bounded(lambda: self._say(STOP, int(self.is_interrupted)), _STOP_SECS)
+                self._bounded(lambda: self._say(_STOP, int(self.is_interrupted)), _STOP_SECS)
         self._tcp_timeouts.stop()
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
-        return self._bounded(partial(self._with_all, partial(super().call, num_steps), RUN, num_steps))
+        return self._bounded(partial(self._with_all, partial(super().call, num_steps), _RUN, num_steps))
 
     def share(self) -> None:
-        self._bounded(partial(self._with_all, self._share, SHARE))
+        self._bounded(partial(self._with_all, self._share, _SHARE))
 
     def _with_all(self, function: Callable[[], T], command: int, argument: int = 0) -> T:
         if self._announces:
@@ -205,20 +190,12 @@ class MultiWorkerMirrored(AllReduce):
         said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
         return int(said[0]), int(said[1])
 
-    def _sum_of_all(self, values: tf.Tensor) -> np.ndarray:
-        """The sum of what every worker calls it with, of a shape that may be used only once."""
-        return self._traced_sum(tf.TensorSpec(values.shape, values.dtype))(values).numpy()
-
-    def _traced_sum(self, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
-        # Not called by its `tf.function`, which would warn of traces: each fit makes some.
-        return tf.function(partial(_sum_over_workers, self._membership), autograph=False).get_concrete_function(spec)
-
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""
         spec, own = self._membership.spec, self._membership.task
         told = np.zeros(len(spec.worker), np.int64)
         told[own.index] = os.getpid()
-        pids = self._sum_of_all(tf.constant(told))
+        pids = _sum_of_all(self._membership, told)
         hosts = [address.rpartition(":")[0] for address in spec.worker]
         others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
         return {Task("worker", i): int(pids[i]) for i in others}
@@ -226,35 +203,45 @@ class MultiWorkerMirrored(AllReduce):
     def _share(self) -> None:
         """Sends the chief's values to every worker."""
         values = self._store.values.read()
-        for kind, of_kind in (("float64", "fc"), ("int64", "iub")):
-            names = [name for name, value in values.items() if (value.dtype.kind in "iub") == (of_kind == "iub")]
-            if not names:
-                continue
-            flat = np.concatenate([values[name].astype(kind).ravel() for name in names])
-            mine = tf.constant(flat if self._is_chief else np.zeros_like(flat))
-            shared = self._sum_of_all(mine)
-            bounds = np.cumsum([values[name].size for name in names])[:-1]
-            parts = np.split(shared, bounds)
-            received = {n: part.reshape(values[n].shape).astype(values[n].dtype) for n, part in zip(names, parts)}
-            for store in self._stores:
-                store.write(received)
-            if GLOBAL_STEP in received:
-                super().values_were_set(int(received[GLOBAL_STEP]))
+        content = b"".join(value.tobytes() for value in values.values())
+        bits = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
+        # The sum of the chief's bits and of zeros.
+        own = bits if self._membership.is_chief else np.zeros_like(bits)
+        shared = _sum_of_all(self._membership, own).view(np.uint8)
+        received, begin = {}, 0
+        for name, value in values.items():
+            end = begin + value.nbytes
+            received[name] = shared[begin:end].copy().view(value.dtype).reshape(value.shape)
+            begin = end
+        for store in self._stores:
+            store.write(received)
+        super().values_were_set(received[GLOBAL_STEP])
 
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
-        try:
-            return in_thread(function).result(timeout or self._step_timeout)
-        except TimeoutError:
-            raise ClusterError(
-                f"the other workers did not respond within {self._step_timeout:g} s (cluster.step_timeout)"
-            ) from None
-        except _LOST as error:
-            raise _lost(error) from error
+        return _bounded(function, timeout or self._step_timeout, "respond", "cluster.step_timeout")
+
+
+def _bounded(function: Callable[[], T], timeout: float | None, what: str, key: str) -> T:
+    """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
+    try:
+        return in_thread(function).result(timeout)
+    except TimeoutError:
+        raise ClusterError(f"the other workers did not {what} within {timeout:g} s ({key})") from None
+    except _LOST as error:
+        raise _lost(error) from error
+
+
+def _sum_of_all(membership: Membership, values: np.ndarray) -> np.ndarray:
+    """The sum of what every worker calls it with, of a shape that may be used only once."""
+    return _traced_sum(membership, tf.TensorSpec(values.shape, values.dtype))(tf.constant(values)).numpy()
+
+
+def _traced_sum(membership: Membership, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
+    # Not called by its `tf.function`, which would warn of traces: each fit makes some.
+    return tf.function(partial(_sum_over_workers, membership), autograph=False).get_concrete_function(spec)
 
 
 def _sum_over_workers(membership: Membership, values: tf.Tensor) -> tf.Tensor:
-    """The sum of what every worker calls it with; traced."""
     distribution = _distributions[membership]
     first_replica = membership.task.index * len(distribution.extended.worker_devices)
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, SupportsInt, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +24,7 @@ from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.data.base import TrainingData
+from kdist.data.base import TrainingData, iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
 from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
@@ -38,8 +38,8 @@ from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.base import Strategy, TrainingSpec, Values
-from kdist.strategies.calls import CallSizer, StepLogs, WorkerIterators
-from kdist.strategies.prepared_training import PreparedTraining, first_batch, in_terms_of_tables, no_batch, prepare
+from kdist.strategies.calls import Calls, CallSizer, StepLogs, WorkerIterators
+from kdist.strategies.prepared_training import PreparedTraining, in_terms_of_tables, no_batch, prepare
 from kdist.strategies.sweeper import Sweeper
 from kdist.threads import in_thread
 
@@ -60,7 +60,6 @@ class StoreStrategy(Strategy):
 
     _prepared: PreparedTraining
     _sizer: CallSizer
-    _values: Values
     #: See `PreparedTraining.trace_dataset`.
     _make_dataset: tf.types.experimental.ConcreteFunction
     #: Logs of finished steps that `run` has not returned yet.
@@ -72,12 +71,15 @@ class StoreStrategy(Strategy):
     def _hold(self, stores: Sequence[ParameterStore]) -> None:
         """Keeps the values in these stores, which are alike; rows of dynamic tables are evicted from now on."""
         self._store = stores[0]
-        self._values = StoreValues(stores, self, self._prepared.spec)
+        self.values = StoreValues(stores, self, self._prepared.spec)
         if (sweep := self._store.sweep) is not None:
             self._sweeper = Sweeper(sweep, partial(self.start_aside, kind="sweep"), self._outcome)
 
     def _dataset(self, worker: int) -> Any:
-        return self._prepared.make_dataset(self._make_dataset, worker, self._begins_at(worker), self.batches_per_step)
+        """The dataset of a worker, on the task of the caller."""
+        spec, num_workers, step = self._prepared.spec, self._prepared.num_workers, self._begins_at(worker)
+        first_batch = (step - spec.data_begins_at) * self.batches_per_step // num_workers
+        return make_dataset(self._make_dataset, spec.data, worker, num_workers, step, first_batch)
 
     def _begins_at(self, worker: int) -> int:
         """The global step at which a worker begins to read."""
@@ -175,19 +177,15 @@ class StoreStrategy(Strategy):
         return None
 
     @property
-    def values(self) -> Values:
-        return self._values
-
-    @property
     def _splits(self) -> Splits | None:
         """The splits that workers read one after the other, if the data may end."""
         return self._prepared.spec.data.splits
 
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         """Continues at another step, if values were set with a global step among them: those before no longer count."""
         if global_step is not None:
             self._ahead = self._last_end = None
-            self._sizer.begin_at(global_step)
+            self._sizer.begin_at(int(global_step))
 
 
 class StoreValues(Values):
@@ -204,15 +202,9 @@ class StoreValues(Values):
         self._stores = stores
         self._strategy = strategy
         self._spec = spec
+        self.shapes = {**self._store.values.shapes, **self._store.dynamic.shapes}
+        self.by_rows = self._store.files.by_rows
         self._histograms: Callable[[], dict[str, np.ndarray]] | None = None
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self._store.values.shapes, **self._store.dynamic.shapes}
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return self._store.files.by_rows
 
     def global_step(self) -> int:
         return self._strategy.at_rest(self._store.counters.global_step, "global_step")
@@ -230,7 +222,7 @@ class StoreValues(Values):
                 store.write(values)
 
         self._strategy.at_rest(write, ("write", *sorted(values)))
-        self._strategy.values_were_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
+        self._strategy.values_were_set(values.get(GLOBAL_STEP))
 
     def histograms(self) -> dict[str, np.ndarray]:
         def read() -> dict[str, np.ndarray]:
@@ -251,9 +243,8 @@ class StoreValues(Values):
 
         if aside:
             return self._strategy.start_aside(self._on_files(begin, ("begin_save", since is None)), "finish_save")
-        self._on_files(write, ("save", since is None))
         written: Future[None] = Future()
-        written.set_result(None)
+        written.set_result(self._on_files(write, ("save", since is None)))
         return written
 
     def wait_for(self, written: Future[None]) -> None:
@@ -337,14 +328,11 @@ class ServersStrategy(StoreStrategy):
         self._make_dataset = self._prepared.trace_dataset()
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        """Builds the model; refuses, with a `ConfigError`, what cannot be trained like this."""
         prepared = prepare(spec, self._shape.num_workers, self._replicas_per_step)
-        self._check(prepared)
-        return prepared
-
-    def _check(self, prepared: PreparedTraining) -> None:
-        """Refuses, with a `ConfigError`, what cannot be trained like this."""
         for group in prepared.replica_step.updates.groups:
             check_slots_only(group, prepared.replica_step.trainable)
+        return prepared
 
     def start_tasks(self, log_dir: Path, grace_secs: float) -> None:
         """Starts the tasks without training, for `on_workers` alone, or before `start`."""
@@ -358,7 +346,7 @@ class ServersStrategy(StoreStrategy):
         coordinator = self._running()
         with self._explaining():
             coordinator.before_tracing()
-            coordinator.submit(first_batch(data, self._shape.num_workers, batch_size))
+            coordinator.submit(_first_batch(data, self._shape.num_workers, batch_size))
             error = coordinator.next_finished().outcome.exception()
         if data.splits is not None:
             data.splits.restore(None)
@@ -377,28 +365,26 @@ class ServersStrategy(StoreStrategy):
         cluster.wait()
         self._supervisor = Supervisor(cluster, self._max_worker_restarts)
         with self._explaining():
-            self._coordinator = Coordinator(self._supervisor, timeout=self._step_timeout, grace_secs=grace_secs / 2)
-            self._coordinator.on_return = self._has_returned
-            self._coordinator.on_loss = self._is_lost
+            self._coordinator = Coordinator(
+                self._supervisor,
+                timeout=self._step_timeout,
+                grace_secs=grace_secs / 2,
+                on_return=self._has_returned,
+                on_loss=self._is_lost,
+            )
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
-        with self._explaining():
+        with self._until_cancelled():
             self._running().interrupted = interrupted
             self._running().check_tasks()
-            try:
-                return super().run(num_steps, interrupted, may_begin)
-            except CallsCancelled:
-                self._cancel_calls()
-                return None
+            return super().run(num_steps, interrupted, may_begin)
+        return None
 
     def drain(self) -> int:
-        with self._explaining():
+        with self._until_cancelled():
             self._wait_for_sweep()
-            try:
-                return super().drain()
-            except CallsCancelled:
-                self._cancel_calls()
-                return self._num_ahead
+            super().drain()
+        return self._num_ahead
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
@@ -457,13 +443,10 @@ class ServersStrategy(StoreStrategy):
 
     def on_workers(self, evaluation: Any) -> list[Any] | None:
         self.drain()
-        with self._explaining():
-            try:
-                self._set_calls_aside()
-                return self._results(evaluation)
-            except CallsCancelled:
-                self._cancel_calls()
-                return None
+        with self._until_cancelled():
+            self._set_calls_aside()
+            return self._results(evaluation)
+        return None
 
     def _results(self, evaluation: Any) -> list[Any]:
         coordinator = self._running()
@@ -479,7 +462,7 @@ class ServersStrategy(StoreStrategy):
             return evaluation.run(functions, placed[worker, part])
 
         # A part stays with the worker that holds its data, unless that worker is lost.
-        workers = coordinator.available
+        workers = coordinator.calls.available
         for part in range(evaluation.num_parts):
             if workers:
                 coordinator.start_on(workers[part % len(workers)], partial(call, part), tag=part)
@@ -498,9 +481,8 @@ class ServersStrategy(StoreStrategy):
         """Drops the handles to objects on a worker that is a new process now, whose data starts over."""
         self._iterators.forget(worker)
         for _, placed in self._evaluations.values():
-            for key in list(placed):
-                if key[0] == worker:
-                    del placed[key]
+            for key in [key for key in placed if key[0] == worker]:
+                del placed[key]
 
     def _is_lost(self, worker: int) -> None:
         """Another worker continues with what a lost one was reading, unless that kills one after the other.
@@ -559,12 +541,22 @@ class ServersStrategy(StoreStrategy):
         self._iterators.clear()
         self._sweeper = None
         with suppress(AttributeError):
-            del self._prepared, self._values, self._store, self._make_dataset
+            del self._prepared, self.values, self._store, self._make_dataset
 
     @property
     def _in_call(self) -> bool:
         """True if a discarded call may still be running on the tasks."""
         return self._num_in_flight > 0
+
+    def _traced(self, calls: Calls, size: int) -> Callable[..., Any]:
+        """The call of so many steps, or of so many gradients."""
+        if not calls.traced(size):
+            self._before_tracing()
+        return calls.function(size)
+
+    def _before_tracing(self) -> None:
+        self.warming_up = True
+        self._running().before_tracing()
 
     def _running(self) -> Coordinator:
         if self._coordinator is None:
@@ -575,6 +567,15 @@ class ServersStrategy(StoreStrategy):
         """Runs a function that calls the servers; `kind` as in `Coordinator.watch`."""
         with self._explaining():
             return self._running().watch(function, kind)
+
+    @contextmanager
+    def _until_cancelled(self) -> Iterator[None]:
+        """As `_explaining`; ends when calls in flight took too long after an interruption, and discards them."""
+        with self._explaining():
+            try:
+                yield
+            except CallsCancelled:
+                self._cancel_calls()
 
     @contextmanager
     def _explaining(self, *, of_files: bool = False) -> Iterator[None]:
@@ -597,3 +598,11 @@ class ServersStrategy(StoreStrategy):
             return TaskError("a worker", no_batch())
         worker = _WORKER_IN_MESSAGE.search(error.message)
         return TaskError(f"worker:{worker[1]}" if worker else "a worker", in_terms_of_tables(error, self.plan))
+
+
+def _first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
+    """A function by which a worker reads its first batch."""
+    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
+    data.trace_transfer(num_workers)
+    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
+    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))

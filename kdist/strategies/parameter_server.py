@@ -23,7 +23,7 @@ from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.dispatch.coordinator import Finished
+from kdist.dispatch.coordinator import Disabled, Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
@@ -79,9 +79,8 @@ class ParameterServer(ServersStrategy):
         return len(hosts) > 1 and self._shape.num_workers > 1 and self._prepared.replica_step.updates.num_phases == 1
 
     def _make_calls(self, prefetch: int) -> None:
-        spec = iterator_spec(self._make_dataset)
-        replica_step, local_steps = self._prepared.replica_step, self.batches_per_step
-        self._calls = UnrolledCalls(replica_step, self._store, spec, local_steps, prefetch)
+        replica_step, spec = self._prepared.replica_step, iterator_spec(self._make_dataset)
+        self._calls = UnrolledCalls(replica_step, self._store, spec, self.batches_per_step, prefetch)
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:
@@ -91,12 +90,12 @@ class ParameterServer(ServersStrategy):
         if self._tuner.observe(num_steps, secs):
             self.drain()
             self._make_calls(self._tuner.prefetch)
-        if self._tuner.is_done:
+        if self._tuner.why:
             record(Line(f"strategy.prefetch={self._tuner.prefetch}: {self._tuner.why}", "prefetch"), logging.INFO)
             self._tuner = None
 
-    def _check(self, prepared: PreparedTraining) -> None:
-        super()._check(prepared)
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = super()._prepare(spec)
         updates = prepared.replica_step.updates
         if self._asked and updates.num_phases > 1:
             raise ConfigError(
@@ -108,6 +107,7 @@ class ParameterServer(ServersStrategy):
                 f"strategy.local_steps={self.batches_per_step}: a step of model {prepared.spec.model.name} updates or "
                 "assigns weights several times; set strategy.local_steps=1"
             )
+        return prepared
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if self._first_step is None:
@@ -116,24 +116,19 @@ class ParameterServer(ServersStrategy):
         if self._splits is not None:
             if self._splits.look():
                 self._has_more_to_read()
-            elif self._idle and not coordinator.available:
+            elif self._idle and not coordinator.calls.available:
                 return self._in_flight_logs()
         while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
             may_begin_more = may_begin - self._num_in_flight
             if may_begin_more <= 0:
                 break
             size = self._sizer.next_size(may_begin_more)
-            if not self._calls.traced(size):
-                self.warming_up = True
-                coordinator.before_tracing()
-            function = self._calls.function(size)
-            coordinator.submit(partial(self._call, function), tag=size)
+            coordinator.submit(partial(self._call, self._traced(self._calls, size)), tag=size)
             self._in_flight[size] += 1
-            del function
         return self._in_flight_logs()
 
     def set_active(self, workers: Collection[int]) -> None:
-        self._running().set_active(workers)
+        self._running().calls.set_active(workers)
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False
@@ -194,8 +189,9 @@ class ParameterServer(ServersStrategy):
             tf.errors.OutOfRangeError: no worker has any.
         """
         coordinator = self._running()
-        is_new = coordinator.disable(finished.worker)
-        if not coordinator.available:
+        # It may have started another call in the meantime.
+        is_new = coordinator.calls.disable(finished.worker, Disabled.NO_DATA)
+        if not coordinator.calls.available:
             finished.outcome.result()
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
@@ -205,12 +201,12 @@ class ParameterServer(ServersStrategy):
         """Gives no more calls to a worker for which there is no split, until there may be one."""
         coordinator = self._running()
         self._in_flight[finished.tag] -= 1
-        coordinator.disable(finished.worker)
+        coordinator.calls.disable(finished.worker, Disabled.NO_DATA)
         self._idle.add(finished.worker)
-        if not coordinator.available:
+        if not coordinator.calls.available:
             # Nobody would take them.
-            for size in coordinator.take_back():
-                self._in_flight[size] -= 1
+            for call in coordinator.calls.take_back():
+                self._in_flight[call.tag] -= 1
 
     @property
     def _num_applied(self) -> int:
@@ -218,7 +214,7 @@ class ParameterServer(ServersStrategy):
 
     def _has_more_to_read(self) -> None:
         for worker in self._idle:
-            self._running().enable(worker)
+            self._running().calls.enable(worker, Disabled.NO_DATA)
         self._idle.clear()
 
     def _set_calls_aside(self) -> None:
@@ -240,29 +236,17 @@ class PrefetchTuner:
 
     Attributes:
         prefetch: in use now.
-        is_done: whether it stays.
-        why: it stays.
+        why: it stays; empty while it may change.
     """
 
     def __init__(self) -> None:
         self.prefetch = 0
-        self.is_done = False
         self.why = ""
         self._before: float | None = None
         self._secs, self._steps = 0.0, 0
 
     def observe(self, num_steps: int, secs: float) -> bool:
-        """Learns from some steps, in which nothing was prepared.
-
-        Args:
-            num_steps: finished ones, over all workers.
-            secs: the time that took.
-
-        Returns:
-            Whether `prefetch` has changed.
-        """
-        if self.is_done:
-            return False
+        """Learns from steps of all workers in which nothing was prepared; returns whether `prefetch` has changed."""
         self._secs, self._steps = self._secs + secs, self._steps + num_steps
         if self._secs < _PREFETCH_WINDOW_SECS or not self._steps:
             return False
@@ -270,14 +254,11 @@ class PrefetchTuner:
         self._secs, self._steps = 0.0, 0
         if self._before is not None and rate < _PREFETCH_GAIN * self._before:
             self.prefetch //= 2
-            self._end("more is not faster")
+            self.why = "more is not faster"
             return True
         self._before = rate
         if self.prefetch == _MOST_PREFETCH:
-            self._end("more is not tried")
+            self.why = "more is not tried"
             return False
         self.prefetch = 2 * self.prefetch or 1
         return True
-
-    def _end(self, why: str) -> None:
-        self.is_done, self.why = True, why

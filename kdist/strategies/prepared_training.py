@@ -13,15 +13,7 @@ import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
 from kdist.config.schema import ServerOptions
-from kdist.data.base import (
-    TrainingData,
-    element_spec,
-    iterator_over,
-    iterator_spec,
-    make_dataset,
-    next_of,
-    worker_dataset,
-)
+from kdist.data.base import element_spec, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
@@ -41,13 +33,7 @@ _MOST_BYTES = 2**31 - 2**20
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training spec with its model built.
-
-    Attributes:
-        spec: of the training.
-        replica_step: its step.
-        num_workers: workers that share it.
-    """
+    """A training spec with its model built, and the number of workers that share its steps."""
 
     spec: TrainingSpec
     replica_step: ReplicaStep
@@ -56,25 +42,7 @@ class PreparedTraining:
     def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
         """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
         self.spec.data.trace_transfer(self.num_workers)
-        return worker_dataset(
-            self.spec.data,
-            num_workers=self.num_workers,
-            batch_size=self.spec.batch_size,
-            num_seeds=len(self.replica_step.seeds),
-            seed=self.spec.seed,
-        )
-
-    def make_dataset(
-        self,
-        make: tf.types.experimental.ConcreteFunction,
-        worker_index: int,
-        step: int,
-        batches_per_step: int,
-    ) -> Any:
-        """Calls that function for one worker, which continues at global step `step`, on the device of the caller."""
-        data, num_workers = self.spec.data, self.num_workers
-        first_batch = (step - self.spec.data_begins_at) * batches_per_step // num_workers
-        return make_dataset(make, data, worker_index, num_workers, step, first_batch)
+        return _traced_dataset(self.spec, self.num_workers, len(self.replica_step.seeds))
 
     def check_assigned(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
@@ -126,12 +94,11 @@ class PreparedTraining:
     ) -> ParameterStore:
         """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
         step = self.replica_step
-        dense = step.dense_gradients
         variables = ModelVariables(
             step.trainable,
             step.state,
             step.table_groups,
-            dense,
+            step.dense_gradients,
             loss_scaling(self.spec.model),
             len(step.worker_state.variables),
             frozenset(len(step.trainable) + i for i in step.replaced_state),
@@ -187,12 +154,12 @@ class PreparedTraining:
                     always_cut=cuttable and i in step.row_wise,
                     travels=i not in step.tables,
                     is_dynamic=i in step.dynamic,
-                    note=self._note(i, variable),
+                    note=self._note(i),
                 )
             )
         return described
 
-    def _note(self, index: int, variable: keras.Variable) -> str:
+    def _note(self, index: int) -> str:
         """A remark about a variable for the reader of a plan."""
         step, optimizer = self.replica_step, main_optimizer(self.spec.model)
         if index in step.whole_tables:
@@ -220,27 +187,18 @@ def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> Prep
     Raises:
         ConfigError: the model cannot be trained.
     """
-    example = worker_dataset(
-        spec.data,
-        num_workers=num_workers,
-        batch_size=spec.batch_size,
-        # The model is built for the shape of a batch; only then is the number of its seeds known.
-        num_seeds=0,
-        seed=spec.seed,
-    )
-    batch_spec, _ = element_spec(example)
+    # The model is built for the shape of a batch; only then is the number of its seeds known.
+    batch_spec, _ = element_spec(_traced_dataset(spec, num_workers, num_seeds=0))
     with made_on_servers() if spec.on_servers else nullcontext():
         epoch_at = spec.epoch_lengths.epoch_at if spec.epoch_lengths else None
         step = ReplicaStep(spec.model, batch_spec, epoch_at, num_replicas)
     return PreparedTraining(spec, step, num_workers)
 
 
-def first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
-    """A function by which a worker reads its first batch."""
-    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
-    data.trace_transfer(num_workers)
-    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
-    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))
+def _traced_dataset(spec: TrainingSpec, num_workers: int, num_seeds: int) -> tf.types.experimental.ConcreteFunction:
+    return worker_dataset(
+        spec.data, num_workers=num_workers, batch_size=spec.batch_size, num_seeds=num_seeds, seed=spec.seed
+    )
 
 
 def in_terms_of_tables(error: tf.errors.OpError, plan: PlacementPlan | None) -> tf.errors.OpError:

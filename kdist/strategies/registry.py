@@ -35,8 +35,10 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
         raise ConfigError("strategy.arguments: are those of a class of yours; name it by strategy._target_")
     if name not in NAMES:
         raise ConfigError(f"strategy={name}: there is no such strategy; choose one of {', '.join(NAMES)}")
-    if name == "auto":
-        name = _automatic(config, shape)
+    if name == "auto" and shape.is_local:
+        name = "mirrored" if (config.devices or 1) > 1 else "single"
+    elif name == "auto":
+        name = "parameter_server" if shape.num_ps else "multi_worker_mirrored"
     if name in _ON_SERVERS and not shape.num_ps:
         raise ConfigError(f"strategy={name} needs parameter servers, cluster={shape} has none; use NpsMw")
     if name in ("single", "mirrored") and not shape.is_local:
@@ -82,7 +84,9 @@ def create(
 
         make = partial(create, config, shape, custom=custom, is_in_place=True)
         return Remote(name, make, shape, cluster, num_devices=given.devices or 1, num_cpus=num_cpus)
-    base = _class_of(name)
+    # Imports TensorFlow.
+    module = importlib.import_module(f"kdist.strategies.{name}")
+    base: type[Any] = getattr(module, "".join(part.capitalize() for part in name.split("_")))
     if custom is not None and not issubclass(custom, base):
         raise ConfigError(f"strategy={name}: {custom.__name__} must be a subclass of {base.__module__}.{base.__name__}")
     positional: tuple[Any, ...] = ()
@@ -90,8 +94,6 @@ def create(
     if (options := options_of(given, name)) is not None:
         arguments["options"] = options
     if name == "multi_worker_mirrored":
-        if membership is None:
-            raise ValueError("multi_worker_mirrored runs in the workers' own processes")
         positional = (membership,)
         arguments |= {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
     elif name in _ON_SERVERS:
@@ -103,12 +105,6 @@ def create(
         if custom is None:
             raise
         raise ConfigError(f"strategy.arguments: {error}") from error
-
-
-def _class_of(name: str) -> type[Any]:
-    """The class of a strategy; importing it imports TensorFlow."""
-    module = importlib.import_module(f"kdist.strategies.{name}")
-    return getattr(module, "".join(part.capitalize() for part in name.split("_")))
 
 
 def _cluster_on_servers(
@@ -144,14 +140,6 @@ def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membe
 
         return logical_cpus_needed(config.devices) or None
     return None
-
-
-def _automatic(config: StrategyConfig, shape: ClusterShape) -> str:
-    if shape.num_ps:
-        return "parameter_server"
-    if not shape.is_local:
-        return "multi_worker_mirrored"
-    return "mirrored" if (config.devices or 1) > 1 else "single"
 
 
 def _check_quorum(config: StrategyConfig, shape: ClusterShape) -> None:

@@ -33,8 +33,7 @@ from kdist._compat import op_libraries
 from kdist.cluster.local import log_path, share_of_machine
 from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
-from kdist.cluster.processes.forkserver import TaskProgram
-from kdist.cluster.processes.task_processes import fork_server, start_task
+from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.watchdog import stopped_longer_than
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
@@ -86,10 +85,7 @@ class Remote(AllReduce):
     """A strategy in processes of its own.
 
     Args:
-        name: of the strategy.
-        make: membership -> that strategy, not started; called in the processes.
-        shape: of the cluster.
-        cluster: its config.
+        make: membership -> the strategy, not started; called in the processes.
         num_devices: of each process, as far as it is known.
         num_cpus: logical CPU devices to create in each process; 0 for the devices that exist.
     """
@@ -107,23 +103,20 @@ class Remote(AllReduce):
         super().__init__()
         self.name = name  # type: ignore[misc]
         self._make = make
-        self._cluster = cluster
-        self._num_cpus = num_cpus
-        self._num_workers = max(1, shape.num_workers)
-        self.num_replicas = self.batches_per_step = self._num_workers * num_devices
-        self._processes: Processes | None = None
+        num_workers = max(1, shape.num_workers)
+        self.num_replicas = self.batches_per_step = num_workers * num_devices
+        self._processes = Processes(num_workers, num_cpus, cluster, join=name == "multi_worker_mirrored")
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.
         self._prepared = self._prepare(spec)
-        self._processes = Processes(self._num_workers, self._num_cpus, self._cluster, spec.log_dir)
-        num_replicas, shapes, by_rows = self._processes.start(self._request(spec))
+        num_replicas, shapes, by_rows = self._processes.start(self._request(spec), spec.log_dir)
         if num_replicas != self.num_replicas:
             self.num_replicas = self.batches_per_step = num_replicas
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
         self._processes.call_all("share")
-        self._values = RemoteValues(self._processes, shapes, by_rows, self.values_were_set, spec.data.state)
+        self.values = RemoteValues(self, self._processes, spec.data, shapes, by_rows)
 
     def _request(self, spec: TrainingSpec) -> bytes:
         """The training for `remote_main`: the maker of its strategy, a source of the model, the spec, the values."""
@@ -133,9 +126,7 @@ class Remote(AllReduce):
 
     def call(self, num_steps: int) -> np.ndarray:
         self._check_copied()
-        assert self._processes is not None
-        packed: np.ndarray = self._processes.call_all("run", num_steps, self._batches())
-        return packed
+        return self._processes.call_all("run", num_steps, self._batches())
 
     @property
     def _replicas(self) -> range:
@@ -159,26 +150,17 @@ class Remote(AllReduce):
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        return {} if self._processes is None else self._processes.pids
+        return self._processes.pids
 
     def stop(self) -> None:
-        if self._processes is not None:
-            self._processes.stop()
+        self._processes.stop()
 
 
 class Processes:
-    """The worker processes of a `Remote`.
+    """The worker processes of a `Remote`, of which each makes `num_cpus` logical devices if that is not 0."""
 
-    Args:
-        number: of workers.
-        num_cpus: as of `Remote`.
-        cluster: its config.
-        log_dir: folder for their logs.
-    """
-
-    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, log_dir: Path) -> None:
-        self._number, self._num_cpus, self._cluster = number, num_cpus, cluster
-        self._logs = [log_path(log_dir, Task("worker", i)) for i in range(number)]
+    def __init__(self, number: int, num_cpus: int, cluster: ClusterConfig, *, join: bool) -> None:
+        self._number, self._num_cpus, self._cluster, self._join = number, num_cpus, cluster, join
         self._children: list[Child] = []
         self._pipes: list[Connection] = []
         self._at_end = ExitStack()
@@ -187,10 +169,9 @@ class Processes:
 
     @property
     def pids(self) -> Mapping[Task, int]:
-        """Process ids, by task."""
         return {Task("worker", i): child.pid for i, child in enumerate(self._children)}
 
-    def start(self, request: bytes) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
+    def start(self, request: bytes, log_dir: Path) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
         """Starts them with the training, see `Remote`, and waits until their strategy has started.
 
         Returns:
@@ -203,18 +184,18 @@ class Processes:
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             file = Path(folder) / "request"
             file.write_bytes(request)
-            self._launch(file)
+            self._launch(file, [log_path(log_dir, Task("worker", i)) for i in range(self._number)])
             facts: tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]] = self._result()
         for child in self._children:
             child.has_started()
         return facts
 
-    def _launch(self, request: Path) -> None:
-        ports = self._at_end.enter_context(held_ports(self._number if self._number > 1 else 0))
+    def _launch(self, request: Path, logs: Sequence[Path]) -> None:
+        ports = self._at_end.enter_context(held_ports(self._number if self._join else 0))
         shape = ClusterShape(0, self._number)
-        server = self._at_end.enter_context(fork_server(self._logs[0], train=True))
+        server = self._at_end.enter_context(fork_server(logs[0], train=True))
         self._at_end.callback(lambda: end_children(self._children, _STOP_SECS))
-        for index, log in enumerate(self._logs):
+        for index, log in enumerate(logs):
             here, there = Pipe()
             limit_waits(here, self._cluster.step_timeout)
             with there:
@@ -224,7 +205,7 @@ class Processes:
                 # What a process needs before it may import TensorFlow.
                 options = {
                     "index": index,
-                    # One that has no others to join has no address.
+                    # That of `mirrored` joins no others, and has no address.
                     "workers": [f"127.0.0.1:{port}" for port in ports],
                     "num_cpus": self._num_cpus,
                     "intra_op_threads": intra_op,
@@ -342,35 +323,19 @@ def limit_waits(connection: Connection, secs: float) -> None:
 
 
 class RemoteValues(Values):
-    """The values of a strategy in other processes.
-
-    Args:
-        processes: have it.
-        shapes, by_rows: as of `Values`.
-        has_set: called when values were set, with the global step if that was among them.
-        data_state: returns what was read of data that may end.
-    """
+    """The values of a strategy in other processes; `data` is read here, if it may end."""
 
     def __init__(
         self,
+        strategy: Remote,
         processes: Processes,
+        data: TrainingData,
         shapes: Mapping[str, tuple[int, ...]],
         by_rows: frozenset[str],
-        has_set: Callable[[int | None], None],
-        data_state: Callable[[], str | None],
     ) -> None:
+        self._strategy, self._data = strategy, data
         self._call, self._call_all = processes.call, processes.call_all
-        self._shapes, self._by_rows = shapes, by_rows
-        self._has_set = has_set
-        self._data_state = data_state
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    @property
-    def by_rows(self) -> frozenset[str]:
-        return self._by_rows
+        self.shapes, self.by_rows = shapes, by_rows
 
     def global_step(self) -> int:
         return int(self._call("of_values", "global_step"))
@@ -384,7 +349,7 @@ class RemoteValues(Values):
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         self._call("of_values", "write", dict(values))
         self._call_all("share")
-        self._has_set(int(values[GLOBAL_STEP]) if GLOBAL_STEP in values else None)
+        self._strategy.values_were_set(values.get(GLOBAL_STEP))
 
     def histograms(self) -> dict[str, np.ndarray]:
         return dict(self._call("of_values", "histograms"))
@@ -393,13 +358,13 @@ class RemoteValues(Values):
         return cast("int | None", self._call("of_values", "next_interval", since))
 
     def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
-        self._call("begin_save", prefix, since, aside, self._data_state())
+        self._call("begin_save", prefix, since, aside, self._data.state())
         return _Written(self._call)
 
     def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
         self._call("of_values", "restore", path, list(deltas))
         self._call_all("share")
-        self._has_set(self.global_step())
+        self._strategy.values_were_set(self.global_step())
 
     def count_rows(self) -> None:
         """Replicas have no dynamic tables."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
-    """Runs a worker with the options of `Processes`; ends the process. See `kdist.cluster.processes.task_processes`."""
+    """Runs a worker with the options of `Processes`; ends the process. See `kdist.cluster.processes.forkserver`."""
     given = json.loads(options)
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     task = Task("worker", given["index"])
@@ -83,47 +83,38 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     del packed
     spec = replace(spec, model=getattr(source, "model", source))
     strategy: Any = make(membership)
-    if task.index:
-        strategy.run_as_worker(spec, commands(pipe))
-        return
     strategy.start(spec)
-    strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
-    facts = strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows
-    pipe.send_bytes(dumps((False, facts)))
+    if not task.index:
+        strategy.values.write({name: value for name, value in values.items() if name in strategy.values.shapes})
+        facts = strategy.num_replicas, dict(strategy.values.shapes), strategy.values.by_rows
+        pipe.send_bytes(dumps((False, facts)))
     del source, values
-    served = _Served(strategy, spec.data)
+    served = _Served(task, strategy, spec.data)
     while True:
         try:
             name, arguments = loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            message = dumps((False, getattr(served, name)(*arguments)))
+            is_error, content = False, getattr(served, name)(*arguments)
         except (KdistError, tf.errors.OpError, OSError) as error:
-            message = dumps((True, error))
-        pipe.send_bytes(message)
-
-
-def commands(pipe: Connection) -> Iterator[tuple[int, int]]:
-    """The commands for a worker other than 0, see `MultiWorkerMirrored.run_as_worker`."""
-    from kdist.strategies.multi_worker_mirrored import RUN, SHARE
-
-    while True:
-        try:
-            name, arguments = loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        yield (RUN, arguments[0]) if name == "run" else (SHARE, 0)
+            if task.index:
+                raise
+            is_error, content = True, error
+        if not task.index:
+            pipe.send_bytes(dumps((is_error, content)))
 
 
 class _Served:
     """The functions that the process with the session calls."""
 
-    def __init__(self, strategy: AllReduce, data: Any) -> None:
+    _written: Future[None]
+
+    def __init__(self, task: Task, strategy: AllReduce, data: Any) -> None:
+        self._task = task
         self._strategy = strategy
         self._data = data
         self._portions: Iterator[Mapping[str, np.ndarray]] = iter(())
-        self._written: Future[None] | None = None
 
     def run(self, num_steps: int, batches: list[list[np.ndarray]] | None) -> np.ndarray:
         """Runs steps; returns the logs of all replicas, float64 `[replicas, num_steps, n]`."""
@@ -134,7 +125,7 @@ class _Served:
         try:
             return self._strategy.call(num_steps)
         except tf.errors.OpError as error:
-            raise TaskError(str(Task("worker", 0)), error) from error
+            raise TaskError(str(self._task), error) from error
 
     def share(self) -> None:
         self._strategy.share()
@@ -155,11 +146,9 @@ class _Served:
         self._written = self._strategy.values.begin_save(prefix, since, aside=aside)
 
     def is_written(self) -> bool:
-        assert self._written is not None
         return self._written.done()
 
     def finish_save(self) -> None:
-        assert self._written is not None
         self._strategy.values.wait_for(self._written)
 
 

@@ -23,7 +23,7 @@ class Single(StoreStrategy):
     name: ClassVar[str] = "single"
 
     def __init__(self) -> None:
-        self._iterators = WorkerIterators(self._dataset, device_of=lambda _: None)
+        self._iterators = WorkerIterators(self._dataset)
 
     def start(self, spec: TrainingSpec) -> None:
         self._prepared = prepare(spec, num_workers=1)

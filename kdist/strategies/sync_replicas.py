@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsInt
 
 import numpy as np
 import tensorflow as tf
@@ -123,11 +123,9 @@ class SyncReplicas(ServersStrategy):
         self._sizer = self._prepared.sizer(num_workers=1)
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
-        self._gradient = None
-        self._applies.clear()
 
-    def _check(self, prepared: PreparedTraining) -> None:
-        super()._check(prepared)
+    def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
+        prepared = super()._prepare(spec)
         num_workers = self._shape.num_workers
         if num_workers > 1:
             prepared.check_assigned(self.name)
@@ -143,6 +141,7 @@ class SyncReplicas(ServersStrategy):
                 f"strategy=sync_replicas: all workers take part in a step of model {prepared.spec.model.name}, which "
                 f"updates weights several times; set strategy.replicas_to_aggregate={num_workers}, backup_workers=0"
             )
+        return prepared
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():
@@ -193,17 +192,13 @@ class SyncReplicas(ServersStrategy):
                 iterator_spec(self._make_dataset),
                 {worker: self._quorum.share(worker) for worker in workers},
             )
-        calls = self._lockstep
         self._num_lost_before = coordinator.num_lost
         iterators = self._iterators.of_all(workers, coordinator)
         size = self._sizer.next_size(remaining)
-        if not calls.traced(size):
-            self.warming_up = True
-            coordinator.before_tracing()
-        function = calls.function(size)
+        function = self._traced(self._lockstep, size)
         self._in_lockstep = True
         try:
-            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)])
+            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)], is_call=True)
         except tf.errors.OutOfRangeError:
             # The call cancelled the reads of the workers that have data, which ends their iterators.
             self._iterators.clear()
@@ -239,10 +234,9 @@ class SyncReplicas(ServersStrategy):
             self._failures += 1
             if self._failures > _TRIES:
                 raise error
-        if not self._watched(self._store.counters.is_consistent):
-            self._step = None
-            raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
         self._step = None
+        if not self._watched(self._store.counters.is_consistent):
+            raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
 
     def _one_update(self) -> StepLogs | None:
         """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""
@@ -294,10 +288,10 @@ class SyncReplicas(ServersStrategy):
 
     def _active(self) -> list[int]:
         """Workers that are connected and have data."""
-        return [worker for worker in self._running().available if worker not in self._finished]
+        return [worker for worker in self._running().calls.available if worker not in self._finished]
 
     def _lost(self) -> set[int]:
-        return set(range(self._shape.num_workers)) - set(self._running().available)
+        return set(range(self._shape.num_workers)) - set(self._running().calls.available)
 
     def _needed(self) -> int:
         """The number of gradients of an update: as requested, or as the connected workers with data can compute.
@@ -429,10 +423,6 @@ class SyncReplicas(ServersStrategy):
         apply = self._applies[size]
         return int(self._watched(lambda: apply(contributions).numpy(), ("apply", size)))
 
-    def _before_tracing(self) -> None:
-        self.warming_up = True
-        self._running().before_tracing()
-
     def _begins_at(self, worker: int) -> int:
         return self._step or 0
 
@@ -442,7 +432,7 @@ class SyncReplicas(ServersStrategy):
             self._step = self.values.global_step()
         return self._step
 
-    def values_were_set(self, global_step: int | None) -> None:
+    def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
         if global_step is not None:
             self._step = None

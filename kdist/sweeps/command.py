@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from kdist.errors import ConfigError
 from kdist.sweeps.groups import Group, best_first, group_by, list_text, status_of, table, text_of
-from kdist.sweeps.load import SEED, Runs, runs_folder, runs_in
+from kdist.sweeps.load import SEED, SPEED, Runs, runs_below
 
-_SPEED = ("steps_per_second", "staleness", "seconds")
+_SHOWN = ("steps_per_second", "staleness", "seconds")
 _FORMS = {"steps_per_second": ".1f", "examples_per_second": ".1f", "staleness": ".2f", "seconds": ".1f"}
 
 
@@ -28,11 +28,11 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--csv", action="store_true", help="print CSV, with the deviation in a column of its own")
     options = parser.parse_args(arguments)
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
-    runs = runs_in(runs_folder(options.folder))
+    runs = runs_below(options.folder)
     differing = [key for key in runs.varied() if key != SEED]
     keys = differing if options.group_by is None else options.group_by.split(",")
     _check("--group-by", keys, runs.columns)
-    _check("--sort", [options.sort] if options.sort else [], [*runs.metrics, *runs.speed])
+    _check("--sort", [options.sort] if options.sort else [], [*runs.metrics, *SPEED])
     groups = group_by(runs.rows, keys)
     if options.sort:
         groups = best_first(groups, options.sort, runs.modes)
@@ -50,14 +50,14 @@ def _check(option: str, names: Sequence[str], columns: Sequence[str]) -> None:
 
 def _table(runs: Runs, keys: Sequence[str], groups: Sequence[Group], sort: str | None) -> list[str]:
     """The groups with the metrics that say most, and the errors of failed runs."""
-    columns = [*dict.fromkeys([*_telling(runs.metrics), *([sort] if sort else []), *_SPEED])]
-    columns = [name for name in columns if name not in keys]
+    shown = dict.fromkeys([*_telling(runs.metrics), *([sort] if sort else []), *_SHOWN])
+    columns = [name for name in shown if name not in keys]
     rows = [
         [
             *(text_of(group.values[key]) for key in keys),
             str(len(group.rows)),
             list_text(row["seed"] for row in group.rows) if len(group.rows) < 10 else "...",
-            *("" if (s := group.spread(name)) is None else s.text(_FORMS.get(name, ".4g")) for name in columns),
+            *(group.text(name, _FORMS.get(name, ".4g")) for name in columns),
             status_of(group.rows),
         ]
         for group in groups
@@ -75,7 +75,7 @@ def _telling(metrics: Sequence[str]) -> list[str]:
 
 
 def _write_csv(runs: Runs, keys: Sequence[str], groups: Sequence[Group]) -> None:
-    columns = [name for name in (*runs.metrics, *runs.speed) if name not in keys]
+    columns = [name for name in (*runs.metrics, *SPEED) if name not in keys]
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([*keys, "runs", "done", *(text for name in columns for text in (name, f"{name} deviation"))])
     for group in groups:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdist.sweeps.load import Row
 
@@ -15,48 +15,34 @@ from kdist.sweeps.load import Row
 _RATES = ("steps_per_second", "examples_per_second", "global_step")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A value over several runs.
-
-    Attributes:
-        mean: the mean of the values.
-        deviation: their standard deviation; None for a single one.
-    """
+class Spread(NamedTuple):
+    """The mean of a value over several runs, and its standard deviation; None for a single run."""
 
     mean: float
     deviation: float | None
 
-    @classmethod
-    def of(cls, values: Iterable[Any]) -> Spread | None:
-        """The spread of the numbers among the values; None if there is none."""
+
+class Group(NamedTuple):
+    """Runs with the same values of some keys."""
+
+    values: Mapping[str, Any]
+    rows: list[Row]
+
+    def spread(self, column: str) -> Spread | None:
+        """The numbers in a column of the runs that are done; None if there is none."""
+        values = (row.get(column) for row in self.rows if row["status"] == "done")
         numbers = [float(value) for value in values if value is not None and math.isfinite(value)]
         if not numbers:
             return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
+        return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
-    def text(self, form: str) -> str:
+    def text(self, column: str, form: str) -> str:
         """`0.9712 ± 0.0031`, in a format such as `.4g`; the deviation has at least two digits."""
-        if self.deviation is None:
-            return format(self.mean, form)
-        return f"{self.mean:{form}} ± {self.deviation:{'.0f' if self.deviation >= 100 else '.2g'}}"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs with the same values of some keys.
-
-    Attributes:
-        values: the values by key.
-        rows: the rows of the runs.
-    """
-
-    values: Mapping[str, Any]
-    rows: Sequence[Row]
-
-    def spread(self, column: str) -> Spread | None:
-        """A column over the runs that are done."""
-        return Spread.of(row.get(column) for row in self.rows if row["status"] == "done")
+        if (spread := self.spread(column)) is None:
+            return ""
+        mean, deviation = spread
+        around = "" if deviation is None else f" ± {deviation:{'.0f' if deviation >= 100 else '.2g'}}"
+        return f"{mean:{form}}{around}"
 
 
 def group_by(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
@@ -64,8 +50,7 @@ def group_by(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
     groups: dict[str, Group] = {}
     for row in rows:
         values = {key: row[key] for key in keys}
-        group = groups.setdefault(repr(values), Group(values, []))
-        groups[repr(values)] = Group(values, [*group.rows, row])
+        groups.setdefault(repr(values), Group(values, [])).rows.append(row)
     return list(groups.values())
 
 
@@ -99,9 +84,7 @@ def list_text(values: Iterable[Any]) -> str:
 
 def status_of(rows: Sequence[Row]) -> str:
     """`done`, or `2 done, 1 failed`."""
-    counts = {
-        status: sum(row["status"] == status for row in rows) for status in dict.fromkeys(r["status"] for r in rows)
-    }
+    counts = Counter(str(row["status"]) for row in rows)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {status}" for status, n in counts.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,10 @@ _RECORDS = (RESULT, TRIAL, METRICS)
 #: The first columns.
 _ABOUT = ("run", "status", "strategy", "cluster", "seed")
 #: The last columns, after those of metrics.
-_SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers")
+SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers")
 #: Keys that say where a run is, or that have another column.
 _NOT_KEYS = ("run.dir", "run.name", "sweep.", "hydra.", "cluster.shape", "strategy.name")
-_DONE, _FAILED = "done", "failed"
-_ENDED = (_DONE, _FAILED, "preempted")
+_ENDED = ("done", "failed", "preempted")
 #: The key of the hyperparameters in the config of a run from Python.
 _HPARAMS = "hparams"
 
@@ -61,12 +60,7 @@ class Runs:
 
     @property
     def columns(self) -> list[str]:
-        return [*_ABOUT, *self.keys, *self.metrics, *_SPEED]
-
-    @property
-    def speed(self) -> Sequence[str]:
-        """Columns of numbers other than metrics."""
-        return _SPEED
+        return [*_ABOUT, *self.keys, *self.metrics, *SPEED]
 
     def varied(self) -> list[str]:
         """The keys, strategy and cluster in which runs differ."""
@@ -95,7 +89,7 @@ def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
         ConfigError: there is no such folder or no run in it, a record was written by a newer version, or a file is
             damaged.
     """
-    runs = runs_in(runs_folder(folder))
+    runs = runs_below(folder)
     try:
         import pandas
     except ImportError:
@@ -103,15 +97,19 @@ def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
     return pandas.DataFrame(runs.rows, columns=runs.columns)
 
 
-def runs_folder(place: str | Path) -> Folder:
-    """The folder at a path or URL.
+def runs_below(place: str | Path) -> Runs:
+    """The runs below the folder at a path or URL; see `load_runs`.
 
     Raises:
-        ConfigError: there is no such folder, or a URL is not allowed, or its storage fails or refuses.
+        ConfigError: there is no such folder or no run in it, or a URL is not allowed, or its storage fails or refuses.
     """
     if not is_url(place) and not Path(place).is_dir():
         raise ConfigError(f"{place}: there is no such folder")
-    return folder_at(place, RunConfig.storage_timeout, "folder")
+    folder = folder_at(place, RunConfig.storage_timeout, "folder")
+    runs = runs_in(folder, _run_dirs(folder))
+    if not runs.rows:
+        raise ConfigError(f"{folder}: no run is there: neither it nor a folder in it has a {RESULT} of kdist")
+    return runs
 
 
 def _run_dirs(folder: Folder) -> list[str]:
@@ -127,19 +125,17 @@ def _as_numbered(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split("/")]
 
 
-def runs_in(folder: Folder, names: Sequence[str] | None = None) -> Runs:
-    """The runs below a folder, or those in its run dirs of these names; see `load_runs`."""
-    found = [run for name in (_run_dirs(folder) if names is None else names) if (run := _read(folder, name))]
-    if names is None and not found:
-        raise ConfigError(f"{folder}: no run is there: neither it nor a folder in it has a {RESULT} of kdist")
+def runs_in(folder: Folder, names: Iterable[str]) -> Runs:
+    """The runs in the run dirs of these names in a folder."""
+    found = [run for name in names if (run := _read(folder, name))]
     keys = _keys_of(found)
     metrics = list(dict.fromkeys(name for run in found for name in run.metrics))
     rows = [
         {
             **run.about,
-            **{key: run.value(key) for key in keys},
+            **{key: run.values.get(key) for key in keys},
             **{name: run.metrics.get(name) for name in metrics},
-            **{name: run.speed.get(name) for name in _SPEED},
+            **{name: run.speed.get(name) for name in SPEED},
         }
         for run in found
     ]
@@ -151,24 +147,17 @@ def runs_in(folder: Folder, names: Sequence[str] | None = None) -> Runs:
 
 @dataclass
 class _Run:
-    """One run: parts of its row, and its record."""
+    """One run: parts of its row, and its record. `values` has config keys; for the choice of a group its name."""
 
     about: Row
     overrides: Mapping[str, str]
     config: Mapping[str, Any]
+    values: Mapping[str, Any]
     metrics: Row
     speed: Row
     modes: Mapping[str, str]
     record: dict[str, Any]
     error: str | None
-
-    def value(self, key: str) -> Any:
-        """The value of a config key; for the choice of a group its name."""
-        if key in self.about:
-            return self.about[key]
-        if key in self.config:
-            return self.config[key]
-        return value_of(self.overrides[key]) if key in self.overrides else None
 
 
 def _read(folder: Folder, name: str) -> _Run | None:
@@ -186,6 +175,12 @@ def _read(folder: Folder, name: str) -> _Run | None:
     error = str(trial.get("error") or record.get("error") or "unknown")
     overrides = by_key(record.get("overrides") or ()) or trial.get("overrides") or {}
     metrics, speed = _of_record(record) if record else _of_rows(folder.read(f"{within}{METRICS}") or b"", place)
+    given = {key: value_of(text) for key, text in overrides.items()}
+    # Hyperparameters of a run from Python have their own names, and lists are texts.
+    config = {
+        key.removeprefix(f"{_HPARAMS}."): str(value) if isinstance(value, list) else value
+        for key, value in flat(record.get("config") or {}).items()
+    }
     return _Run(
         about={
             "run": name if name != "." else Path(str(folder)).resolve().name,
@@ -193,19 +188,16 @@ def _read(folder: Folder, name: str) -> _Run | None:
             "status": status if status in _ENDED else "unfinished",
             "strategy": record.get("strategy") or overrides.get("strategy"),
             "cluster": record.get("cluster") or overrides.get("cluster"),
-            "seed": record.get("seed", value_of(overrides[SEED]) if SEED in overrides else None),
+            "seed": record.get("seed", given.get(SEED)),
         },
         overrides=overrides,
-        # Hyperparameters of a run from Python have their own names, and lists are texts.
-        config={
-            key.removeprefix(f"{_HPARAMS}."): str(value) if isinstance(value, list) else value
-            for key, value in flat(record.get("config") or {}).items()
-        },
+        config=config,
+        values={**given, **config},
         metrics=metrics,
         speed=speed,
         modes={f"best/{n}": best["mode"] for n, best in (record.get("best") or {}).items() if best.get("mode")},
         record=record,
-        error=error.splitlines()[0] if status == _FAILED else None,
+        error=error.splitlines()[0] if status == "failed" else None,
     )
 
 
@@ -214,7 +206,7 @@ def _of_record(record: Mapping[str, Any]) -> tuple[Row, Row]:
     logs = record.get("metrics") or {}
     metrics = {f"{split}/{n}": v for split in ("train", "validation") for n, v in scalars(logs.get(split) or {})}
     metrics |= {f"best/{name}": best.get("value") for name, best in (record.get("best") or {}).items()}
-    speed = {name: record.get(name) for name in _SPEED}
+    speed = {name: record.get(name) for name in SPEED}
     return metrics, {**speed, "staleness": (record.get("gradients") or {}).get("staleness_mean")}
 
 

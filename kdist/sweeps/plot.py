@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -31,22 +30,17 @@ def picture_of(sweep: Sweep) -> bytes | None:
     if not rows:
         return None
     keys = [key for key in sweep.swept if key != SEED] or [SEED]
-    panels: list[Callable[[Axes], None]] = []
-    if places := [key for key in ("cluster", "strategy") if key in keys]:
-        for column, label in (
-            (OBJECTIVE, sweep.metric),
-            ("examples_per_second", "examples/s"),
-            ("staleness", "staleness, mean"),
-        ):
-            panels.append(partial(_draw, rows, keys, places[0], column, label))
-    panels += [partial(_draw, rows, keys, key, OBJECTIVE, sweep.metric) for key in keys if key not in places]
+    labels = {OBJECTIVE: sweep.metric, "examples_per_second": "examples/s", "staleness": "staleness, mean"}
+    places = [key for key in keys if key in ("cluster", "strategy")]
+    panels = [(key, column) for key in places[:1] for column in labels]
+    panels += [(key, OBJECTIVE) for key in keys if key not in places]
     num_columns = min(_COLUMNS, len(panels))
     num_rows = -(-len(panels) // num_columns)
     size = (num_columns * _PANEL_INCHES[0], num_rows * _PANEL_INCHES[1])
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for draw, panel in zip(panels, axes):
-        draw(panel)
+    for (key, column), panel in zip(panels, axes):
+        _draw(rows, keys, key, column, labels[column], panel)
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
     name = str(sweep.folder).rpartition("/")[2]

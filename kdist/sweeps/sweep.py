@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist import log
-from kdist.config.hparams import by_key, is_of_training
+from kdist.config.hparams import by_key, is_of_training, overrides_of_job
 from kdist.errors import ConfigError, KdistError
 from kdist.run.result import content_of
 from kdist.storage.files import OWNER_ONLY
@@ -35,16 +35,13 @@ OBJECTIVE = "objective"
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial of a sweep.
+    """One trial of a sweep, with its own overrides and its `result.json`, which is empty if it has none.
 
     Attributes:
         name: the name of its run dir in the sweep's folder, which may have slashes.
-        overrides: its own overrides: values by keys.
         status: `running` (or killed), `done`, `failed` or `preempted`.
-        error: the message of its error.
         exit_code: the exit code that a single run would have had.
         job: its number in the sweep that ran it last; None if only its name says it.
-        result: its `result.json`; empty if it has none.
     """
 
     name: str
@@ -86,9 +83,6 @@ class Objective:
 
 def begin_trial(sweep: Folder, name: str, overrides: Sequence[str], job: int | None = None) -> Trial:
     """The trial with these overrides (`key=value`) to run under this name, or the finished one that is there.
-
-    Args:
-        job: its number in this sweep.
 
     Raises:
         ConfigError: another trial has this name, or a process trains in it, or it is not a folder in the sweep's.
@@ -148,10 +142,7 @@ def bring_files(folder: Folder) -> None:
 class TrialRunner:
     """Hydra calls this for each trial of a sweep, in this process or in one that a launcher started.
 
-    Args:
-        sweep: the folder of all trials.
-        run: runs one, with its config and its run dir.
-        print_error: prints why one has failed.
+    `run` gets the config and the run dir of a trial, and `print_error` the reason why one has failed.
     """
 
     def __init__(
@@ -164,12 +155,7 @@ class TrialRunner:
         self._stopped_by: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
-        """Runs the trial unless it is done, and returns its objective; None if it failed.
-
-        Raises:
-            ConfigError: the folder belongs to another trial, or the sweep's metric is wrong.
-            StorageError: the sweep is on object storage, which failed or refused.
-        """
+        """Runs the trial unless it is done, and returns its objective; None if it failed."""
         if self._stopped_by is not None:
             raise self._stopped_by
         try:
@@ -180,8 +166,6 @@ class TrialRunner:
 
     def _objective_of_trial(self, config: DictConfig) -> float | None:
         from hydra.core.hydra_config import HydraConfig
-
-        from kdist.config.hparams import overrides_of_job
 
         hydra = HydraConfig.get()
         overrides = overrides_of_job()
@@ -222,15 +206,11 @@ class TrialRunner:
 
 
 class Sweep:
-    """The trials of a sweep's folder, compared by `metric` and `mode` as in `objective`.
+    """The trials of a sweep's folder, by number, compared by `metric` and `mode` as in `objective`.
 
     Attributes:
-        trials: by number.
-        failed: the failed ones.
         swept: the keys in which trials differ; all of a sweep of one trial.
         rows: the rows of `kdist.load_runs`, in the same order, with their objectives in the column `OBJECTIVE`.
-        metric: the name by which trials are compared.
-        mode: `min` or `max`: its better values.
     """
 
     def __init__(self, folder: Folder, metric: str | None = None, mode: str | None = None) -> None:
@@ -266,10 +246,9 @@ class Sweep:
             [
                 list_text(trials[row["run"]].number for row in group.rows),
                 *(list_text(row[key] for row in group.rows) for key in self.swept),
-                *(
-                    "" if (found := group.spread(column)) is None else found.text(form)
-                    for column, form in ((OBJECTIVE, ".4g"), ("steps_per_second", ".1f"), ("staleness", ".2f"))
-                ),
+                group.text(OBJECTIVE, ".4g"),
+                group.text("steps_per_second", ".1f"),
+                group.text("staleness", ".2f"),
                 status_of(group.rows),
             ]
             for group in self.groups()

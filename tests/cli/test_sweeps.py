@@ -12,7 +12,7 @@ from helpers import result_of, tasks_running, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from kdist.sweeps.load import runs_folder, runs_in
+from kdist.sweeps.load import runs_below
 
 pytestmark = pytest.mark.cluster
 
@@ -57,7 +57,7 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
     assert losses == sorted(losses)
     assert (sweep / "sweep.png").read_bytes().startswith(PNG)
     assert "tensorboard --logdir S" in done.stdout
-    runs = runs_in(runs_folder(sweep))
+    runs = runs_below(sweep)
     assert [(row["run"], row["cluster"], row["optimizer.learning_rate"]) for row in runs.rows] == [
         ("0", "local", 0.1), ("1", "local", 1e-6), ("2", "1ps1w", 0.1), ("3", "1ps1w", 1e-6),
     ]  # fmt: skip

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from helpers import catches, descendants, ignores, tasks_running, wait_until
 
-from kdist.cluster.local import LocalCluster, cores_of
-from kdist.cluster.processes import task_processes
-from kdist.cluster.processes.task_processes import share_fork_server
+from kdist.cluster.local import LocalCluster, share_of_machine
+from kdist.cluster.processes import forkserver
+from kdist.cluster.processes.forkserver import share_fork_server
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -57,7 +57,7 @@ def running(shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = N
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides what tests of other files have prepared."""
-    monkeypatch.setattr(task_processes, "_shared", [])
+    monkeypatch.setattr(forkserver, "_shared", [])
 
 
 def running_since(earlier: list[int]) -> list[int]:
@@ -69,7 +69,7 @@ def test_tasks_serve_log_and_end(tmp_path: Path) -> None:
     with running(ClusterShape(1, 2), tmp_path) as cluster:
         cores = sorted(os.sched_getaffinity(0))
         for task, pid in cluster.pids.items():
-            assert os.sched_getaffinity(pid) == set(cores_of(task, cluster.shape, cores) or cores)
+            assert os.sched_getaffinity(pid) == set(share_of_machine(task, cluster.shape, cores)[2] or cores)
         assert {str(task) for task in cluster.pids} == {"ps:0", "worker:0", "worker:1"}
         for task in cluster.shape.tasks:
             host, port = cluster.spec.address(task).split(":")

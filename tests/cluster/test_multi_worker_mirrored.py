@@ -255,6 +255,13 @@ def test_a_session_of_ones_own_has_hooks_that_read_and_write_also_after_a_worker
     assert (history.epoch, result_of(run_dir)["global_step"]) == ([0, 1, 2], 48)
 
 
+def test_one_worker_alone_trains(run_dir: Path) -> None:
+    x, y = toy_data()
+    trainer = kdist.Trainer(models.mlp, cluster="1w", strategy="multi_worker_mirrored", run_dir=run_dir)
+    trainer.fit(x, y, batch_size=8, steps=2, verbose=0)
+    assert (trainer.result.global_step, trainer.result.examples) == (2, 16)
+
+
 def test_mirrored_reads_a_generator_of_this_process(run_dir: Path) -> None:
     x, y = toy_data()
     lock = threading.Lock()

@@ -20,6 +20,7 @@ import kdist
 from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import Task
 from kdist.hooks import CheckpointSaver, Hook
+from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
@@ -457,3 +458,23 @@ def test_of_an_embedding_only_the_rows_of_the_batch_travel(run_dir: Path) -> Non
             session.run()
         per_step = (loopback_bytes() - before) / (60 - first)
     assert per_step < table_bytes / 100
+
+
+def test_a_last_save_may_take_most_of_the_time_that_a_signal_leaves(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_save = ValueFiles.begin_save
+
+    def slowly(self: ValueFiles, *args: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return begin_save(self, *args, **options)
+
+    class Stopped(Hook):
+        def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
+            monkeypatch.setattr(ValueFiles, "begin_save", slowly)
+            context.session.interrupt("SIGTERM")
+
+    trainer = kdist.Trainer(models.mlp, cluster="1ps1w", run_dir=run_dir, hooks=[Stopped()], grace_secs=4)
+    trainer.fit(*toy_data(), batch_size=8, steps=100_000, verbose=0)
+    assert trainer.result.status == "preempted"
+    assert Checkpoints(run_dir / "checkpoints").newest() == run_dir / f"checkpoints/ckpt-{trainer.result.global_step}"

@@ -24,7 +24,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras_suite.results import PLACES, Outcome
 
 import kdist
-from kdist.cluster.processes.task_processes import share_fork_server
+from kdist.cluster.processes.forkserver import share_fork_server
 
 METHODS = ("fit", "evaluate", "predict")
 #: The methods that the present test has called, and those that run now.

@@ -283,12 +283,19 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
             assert words in str(error.value)
 
 
-def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("epochs", [EPOCHS, EPOCHS - 1])
+def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_is_saved(
+    epochs: int, tmp_path: Path
+) -> None:
+    class Stops(callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == epochs - 1
+
     class FailsOnce(kdist.hooks.Hook):
         has_failed = False
 
         def end(self, session: Any) -> None:
-            if session.global_step == EPOCHS * STEPS and not self.has_failed and session.checkpoints.steps():
+            if session.global_step == epochs * STEPS and not self.has_failed and session.checkpoints.steps():
                 self.has_failed = True
                 raise ClusterError("ps:0 is lost")
 
@@ -306,9 +313,9 @@ def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_
     noted = EveryEvent()
     trainer = kdist.Trainer(build, run_dir=tmp_path, hooks=[Last()])
     with pytest.warns(UserWarning, match=r"ps:0 is lost; restarting the cluster from checkpoints/ckpt-14"):
-        history = trainer.fit(**data(), callbacks=[noted, callbacks.CSVLogger(tmp_path / "log.csv")])
-    assert trainer.result.global_step == EPOCHS * STEPS
-    assert history.epoch == list(range(EPOCHS))
+        history = trainer.fit(**data(), callbacks=[noted, Stops(), callbacks.CSVLogger(tmp_path / "log.csv")])
+    assert trainer.result.global_step == epochs * STEPS
+    assert history.epoch == list(range(epochs))
     told = [event[0] for event in noted.events]
     assert (told.count("on_train_begin"), told.count("on_train_end")) == (2, 2)
     assert (tmp_path / "log.csv").read_text().startswith("epoch,")

@@ -313,6 +313,19 @@ def test_it_is_as_in_keras(name: str, cluster: str, run_dir: Path) -> None:
     assert_same_as_keras(build, *data(), run_dir, cluster, epochs=2, compare_iterations=not several)
 
 
+def test_a_step_prints_weights_after_their_update(run_dir: Path, tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+
+    def body(model: Any, loss: Any, gradients: Any) -> Any:
+        logs = applied(model, loss, gradients)
+        tf.print(model.trainable_weights[0][0, 0], output_stream=f"file://{printed}")
+        return logs
+
+    trainer = kdist.Trainer(compiled(lambda: Steps(body), loss=SPARSE), run_dir=run_dir)
+    trainer.fit(*toy_data(BATCH), batch_size=BATCH, verbose=0)
+    assert float(printed.read_text()) == pytest.approx(float(trainer.model.trainable_weights[0][0, 0]), rel=1e-4)
+
+
 def read_a_slot(model: Any, loss: Any, gradients: Any) -> Any:
     model.optimizer.build(model.trainable_variables)
     return {**applied(model, loss, gradients), "slot": ops.sum(model.optimizer.variables[-1])}

@@ -144,12 +144,6 @@ def test_a_value_that_json_has_not_is_null() -> None:
     }  # fmt: skip
 
 
-def test_a_line_travels_between_processes() -> None:
-    line = lines.save_line(4, 9, Path("runs/checkpoints/ckpt-4"))
-    again = log.Line.from_json(line.to_json())
-    assert (again, again.event, again.step, again.values) == (line, "save", 4, line.values)
-
-
 def test_other_formats_are_refused(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="log_format=xml: choose one of text, json"):
         kdist.Trainer(models.mlp, run_dir=run_dir, log_format="xml")

@@ -152,9 +152,7 @@ def _is_up(interface: str) -> bool:
 
 
 def _flags(interface: str) -> int:
-    answer = _ask_kernel(_SIOCGIFFLAGS, struct.pack("16s16x", interface.encode()))
-    flags: int = struct.unpack("16xH14x", answer)[0]
-    return flags
+    return struct.unpack("16xH14x", _ask_kernel(_SIOCGIFFLAGS, struct.pack("16s16x", interface.encode())))[0]
 
 
 def _ask_kernel(request: int, argument: bytes) -> bytes:

@@ -32,6 +32,7 @@ in_use: set[int] = set()
 
 
 class State(enum.Enum):
+    UNKNOWN = enum.auto()
     LISTENING = enum.auto()
     REFUSED = enum.auto()
     SILENT = enum.auto()
@@ -99,7 +100,7 @@ class SilenceTimer:
     """
 
     def __init__(self, patience: float) -> None:
-        self.last: ProbeResult | None = None
+        self.last = ProbeResult(State.UNKNOWN)
         self._patience = patience
         self._secs = 0.0
 
@@ -113,21 +114,17 @@ class SilenceTimer:
         return max(0.0, self._patience - self._secs)
 
     @property
-    def state(self) -> State | None:
-        return None if self.last is None else self.last.state
-
-    @property
     def is_silent(self) -> bool:
         """True while the task is silent, and not yet lost."""
-        return self.state is State.SILENT and self.secs_left > 0
+        return self.last.state is State.SILENT and self.secs_left > 0
 
     @property
     def lost_because(self) -> str | None:
         """The reason why the task counts as lost; None if it does not."""
-        if self.last is None or self.state is State.LISTENING or self.is_silent:
-            return None
-        is_refusing = self.state is State.REFUSED
-        return self.last.why if is_refusing else f"{self.last.why} for {self._patience:g} s, cluster.patience"
+        if self.last.state is State.REFUSED:
+            return self.last.why
+        is_lost = self.last.state is State.SILENT and not self.is_silent
+        return f"{self.last.why} for {self._patience:g} s, cluster.patience" if is_lost else None
 
 
 class PortProbes:
@@ -143,12 +140,11 @@ class PortProbes:
             threading.Thread(target=self._work, args=[address, self._timers[task]], daemon=True).start()
 
     def listening(self) -> set[Task]:
-        """The tasks that listened when they were last probed."""
-        return {task for task, timer in self._timers.items() if timer.state is State.LISTENING}
+        return {task for task, timer in self._timers.items() if timer.last.state is State.LISTENING}
 
     def refusing(self) -> set[Task]:
         """The tasks that refused a connection when they were last probed: their processes have exited."""
-        return {task for task, timer in self._timers.items() if timer.state is State.REFUSED}
+        return {task for task, timer in self._timers.items() if timer.last.state is State.REFUSED}
 
     def silent(self) -> set[Task]:
         """The tasks that do not respond at present, and are not lost yet."""
@@ -159,8 +155,8 @@ class PortProbes:
         return {task: why for task, timer in self._timers.items() if (why := timer.lost_because) is not None}
 
     def found(self) -> dict[Task, str]:
-        """The reasons that the last probes gave, by task; empty for one that listens."""
-        return {task: timer.last.why for task, timer in self._timers.items() if timer.last is not None}
+        """The reasons that the last probes gave, by task; empty for one that listens, or was not probed yet."""
+        return {task: timer.last.why for task, timer in self._timers.items()}
 
     def stop(self) -> None:
         self._stopped.set()
@@ -181,15 +177,16 @@ class PortProbes:
 def meet(workers: Sequence[str], index: int, timeout: float) -> None:
     """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
 
-    A worker has joined when something listens at its address: the worker, in this function, or later its server.
-
-    Raises:
-        ClusterError: names the workers that did not join within `timeout` seconds; or this worker's address is in use.
+    A worker has joined when something listens at its address: the worker, in this function, or later its server. Raises
+    `ClusterError` for workers that do not join within `timeout` seconds, and if the address of this one is in use.
     """
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     deadline = time.monotonic() + timeout
     missing = {Task("worker", i): address for i, address in enumerate(workers) if i != index}
     try:
-        own = _listening(int(workers[index].rpartition(":")[2]), len(workers))
+        at = "", host_and_port(workers[index])[1]
+        own = socket.create_server(at, family=family, backlog=len(workers), dualstack_ipv6=has_ipv6)
     except OSError:
         me = Task("worker", index)
         raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
@@ -204,9 +201,3 @@ def meet(workers: Sequence[str], index: int, timeout: float) -> None:
             if time.monotonic() > deadline:
                 raise not_met(missing, {task: found[task].why for task in missing}, timeout)
             time.sleep(_MEET_POLL_SECS)
-
-
-def _listening(port: int, backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=backlog)

@@ -41,7 +41,6 @@ class TcpTimeouts:
 
     def __init__(self, addresses: Collection[str], own_ports: Collection[int], patience: float) -> None:
         self._addresses = set(addresses)
-        self._ports = {int(address.rpartition(":")[2]) for address in addresses}
         self._own_ports = set(own_ports)
         self._secs = _SHARE_OF_PATIENCE * patience
         #: IP addresses and ports of tasks that were resolved so far.
@@ -133,7 +132,7 @@ class TcpTimeouts:
         return True
 
     def _is_task(self, peer: tuple[str, int]) -> bool:
-        if peer[1] in self._ports and peer not in self._resolved:
+        if peer not in self._resolved:
             # Names are resolved again: a task may have moved.
             for address in self._addresses:
                 if address.endswith(f":{peer[1]}"):
@@ -141,18 +140,17 @@ class TcpTimeouts:
         return peer in self._resolved
 
     def _limit(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {
             socket.TCP_USER_TIMEOUT: round(1000 * self._secs),
             socket.TCP_KEEPIDLE: max(1, int(self._secs / 4)),
             socket.TCP_KEEPINTVL: max(1, int(self._secs / 4)),
             socket.TCP_KEEPCNT: 4,
+            # Otherwise a host that was away for 7 s may be retried only after 13 s. Last: most kernels do not have it.
+            _TCP_RTO_MAX_MS: round(1000 * _RTO_MAX_SECS),
         }
         for option, value in options.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        with suppress(OSError):
-            # Otherwise a host that was away for 7 s may be retried only after 13 s.
-            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, round(1000 * _RTO_MAX_SECS))
 
 
 def _pending_connections() -> dict[int, tuple[str, int]]:

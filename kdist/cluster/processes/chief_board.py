@@ -63,7 +63,7 @@ class Chief:
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"{self._who}: the chief ({self}) did not respond within {timeout:g} s (cluster.start_timeout): "
-                    f"{self._probes.found().get(self._task, 'no answer yet')}"
+                    f"{self._probes.found()[self._task] or 'no answer yet'}"
                 )
             time.sleep(_POLL_SECS)
 

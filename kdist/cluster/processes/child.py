@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from kdist import forks
 from kdist._compat import imports
@@ -34,30 +34,16 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-class Process(Protocol):
-    """Names the part of `subprocess.Popen` that a `Child` needs."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def stdin(self) -> IO[Any] | None: ...
-    @property
-    def stdout(self) -> IO[Any] | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float = ...) -> int: ...
-    def kill(self) -> None: ...
-
-
 class Child:
     """A process that was started here, and that ends when its standard input closes.
 
     Args:
-        start: starts it, with its log in place.
-        log: gets its messages, after earlier ones; None if they go elsewhere.
+        start: starts it, with its log in place, as `subprocess.Popen` or an object with its methods.
+        log: gets its messages, after earlier ones, which `log_tail` leaves out; None if they go elsewhere.
         start_timeout: seconds that it has until `has_started`; `deadline` is their end.
     """
 
-    def __init__(self, start: Callable[[], Process], log: Path | None = None, start_timeout: float = math.inf) -> None:
+    def __init__(self, start: Callable[[], Any], log: Path | None = None, start_timeout: float = math.inf) -> None:
         self.deadline = time.monotonic() + start_timeout
         self._log = log
         if log is not None:
@@ -71,16 +57,13 @@ class Child:
 
     @property
     def stdin(self) -> IO[Any]:
-        assert self._process.stdin is not None
         return self._process.stdin
 
     @property
     def stdout(self) -> IO[Any]:
-        assert self._process.stdout is not None
         return self._process.stdout
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._process.poll()
 
     def has_started(self) -> None:
@@ -112,7 +95,6 @@ class Child:
         return how_it_ended(self.wait())
 
     def log_tail(self) -> str:
-        """The end of an error message about it: the place of its log, and the last lines."""
         return "" if self._log is None else log_tail(self._log, self._log_start)
 
 

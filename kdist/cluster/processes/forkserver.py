@@ -1,8 +1,8 @@
-"""Starts tasks at the cost of one: a process imports TensorFlow once, and forks each of them.
+"""Starts tasks at the cost of one, where the system allows that: a process imports TensorFlow once, and forks each.
 
 `python -m kdist.cluster.processes.forkserver <file descriptor of a socket> <module>`, after the fork server of Python's
 multiprocessing; the module is imported as well. It exits when its socket closes, or with its parent; its tasks exit
-with it. The chief's side is `ForkServer`.
+with it. The chief's side is `fork_server` and `start_task`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,15 +19,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from kdist import forks
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import KILLED_SECS, end_children, end_with_parent, start_child
+from kdist.cluster.processes.child import Child, end_children, end_with_parent, start_child, task_environment
+from kdist.cluster.spec import Task
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -40,6 +41,9 @@ _CLOSE_SECS = 2.0
 _SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
 _MAX_DESCRIPTORS = 8
+
+#: Fork servers of the blocks of `share_fork_server` that this process is in.
+_shared: list[ForkServer] = []
 
 
 @dataclass(frozen=True)
@@ -59,25 +63,6 @@ class TaskProgram:
     log: Path
     prints_to_log: bool = False
     pass_fds: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class _Order:
-    """One task to fork. The message carries its standard input, output and error, and other open files.
-
-    Attributes:
-        number: identifies the task in reports.
-        environment: variables that differ from the fork server's; None unsets the variable.
-        folder: the chief's working directory; None if it was deleted.
-        descriptors: the numbers that the other open files have in the chief.
-    """
-
-    number: int
-    module: str
-    options: str
-    environment: dict[str, str | None]
-    folder: str | None
-    descriptors: list[int]
 
 
 class ForkedTask:
@@ -104,8 +89,7 @@ class ForkedTask:
         self._server.update(0.0)
         return self.returncode
 
-    def wait(self, timeout: float = KILLED_SECS) -> int:
-        """As `Child.wait`."""
+    def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
@@ -152,21 +136,23 @@ class ForkServer:
         """Orders a task, which is forked as soon as TensorFlow is imported; returns at once."""
         common, environment = self._environment, program.environment
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
+        # Variables of the fork server that the task has not.
         own |= dict.fromkeys(common.keys() - environment.keys())
-        number, passed, folder = next(self._numbers), list(program.pass_fds), None
+        number, folder = next(self._numbers), None
+        # It may have been deleted.
         with suppress(FileNotFoundError):
             folder = os.getcwd()
-        order = _Order(number, program.module, program.options, own, folder, passed)
+        order = [number, program.module, program.options, own, folder, program.pass_fds]
         child_in, our_in = os.pipe()
         our_out, child_out = os.pipe()
         task = ForkedTask(self, our_in, our_out)
         with self._lock, program.log.open("ab") as log_file:
-            self._tasks[order.number] = task
+            self._tasks[number] = task
             # If the process has exited, waiting for its tasks will show it.
             with suppress(OSError):
                 output = log_file.fileno() if program.prints_to_log else child_out
-                descriptors = [child_in, output, log_file.fileno(), *passed]
-                socket.send_fds(self._socket, [json.dumps(asdict(order)).encode()], descriptors)
+                descriptors = [child_in, output, log_file.fileno(), *program.pass_fds]
+                socket.send_fds(self._socket, [json.dumps(order).encode()], descriptors)
         os.close(child_in)
         os.close(child_out)
         return task
@@ -174,7 +160,7 @@ class ForkServer:
     def update(self, timeout: float) -> None:
         """Reads the reports, waiting at most `timeout` seconds for more."""
         with self._lock:
-            while self._can_read(timeout):
+            while self._socket.fileno() >= 0 and connection.wait([self._socket], timeout):
                 report = b""
                 with suppress(ConnectionResetError):  # It ended with orders unread.
                     report = self._socket.recv(_MAX_MESSAGE)
@@ -189,7 +175,7 @@ class ForkServer:
                 timeout = 0.0
             if self._tasks and self._socket.fileno() < 0:
                 # Without a report the exit code of a task is not known, but it has exited: tasks exit with the process.
-                code = self.process.wait(KILLED_SECS)
+                code = self.process.wait()
                 for task in self._tasks.values():
                     task.returncode = code or -9
                 self._tasks.clear()
@@ -202,13 +188,50 @@ class ForkServer:
         end_children([self.process], _CLOSE_SECS)
         self.update(0.0)
 
-    def _can_read(self, timeout: float) -> bool:
-        if self._socket.fileno() < 0:
-            return False
-        # Not select(): its descriptors end at 1024.
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(1000 * timeout))
+
+@contextmanager
+def share_fork_server(log: Path, *, train: bool = False) -> Iterator[None]:
+    """Starts a fork server that the blocks of `fork_server` inside this one use.
+
+    It imports TensorFlow while this process does so as well, and only once for clusters that follow each other.
+    """
+    with fork_server(log, train=train) as server, ExitStack() as at_end:
+        if server is not None:
+            _shared.append(server)
+            at_end.callback(_shared.remove, server)
+        yield
+
+
+@contextmanager
+def fork_server(log: Path, *, train: bool = False) -> Iterator[ForkServer | None]:
+    """The fork server of a block: a shared one that lives, or a new one, which ends with the block; see `start_task`.
+
+    To `train`, processes run a training loop; otherwise they only serve TensorFlow. A new one prints to `log`.
+    """
+    if sys.platform != "linux":
+        # A process that has imported TensorFlow may not survive a fork.
+        yield None
+        return
+    if living := [server for server in _shared if server.is_alive and server.can_train >= train]:
+        yield living[0]
+        return
+    with closing(ForkServer(task_environment(Task("worker", 0)), log, TRAINING if train else SERVING)) as server:
+        yield server
+
+
+def start_task(server: ForkServer | None, program: TaskProgram, start_timeout: float) -> Child:
+    """Starts a process that runs a program, as a fork of `server` if that is not None; returns at once."""
+    if server is not None:
+        return Child(lambda: server.fork(program), program.log, start_timeout)
+    return start_child(
+        [sys.executable, "-m", program.module, program.options],
+        program.log,
+        prints_to_log=program.prints_to_log,
+        start_timeout=start_timeout,
+        stdout=subprocess.PIPE,
+        env=program.environment,
+        pass_fds=program.pass_fds,
+    )
 
 
 class _Forks:
@@ -224,51 +247,50 @@ class _Forks:
     def run(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
-        poll = select.poll()
-        poll.register(self._orders, select.POLLIN)
-        poll.register(self._woken, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = connection.wait([self._orders, self._woken])
             if self._woken in ready:
                 os.read(self._woken, _MAX_MESSAGE)
                 self._report_ended()
-            if self._orders.fileno() in ready:
+            if self._orders in ready:
                 message, descriptors, _, _ = socket.recv_fds(self._orders, _MAX_MESSAGE, _MAX_DESCRIPTORS)
                 if not message:
                     return
-                self._fork(_Order(**json.loads(message)), descriptors)
+                self._fork(json.loads(message), descriptors)
 
-    def _fork(self, order: _Order, descriptors: Sequence[int]) -> None:
+    def _fork(self, order: Sequence[Any], descriptors: Sequence[int]) -> None:
         with forks.hold_back_signals():
             pid = os.fork()
             if not pid:
                 self._become(order, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._numbers[pid] = order.number
+        self._numbers[pid] = order[0]
 
-    def _become(self, order: _Order, descriptors: Sequence[int]) -> NoReturn:
+    def _become(self, order: Sequence[Any], descriptors: Sequence[int]) -> NoReturn:
+        """Runs the program of an order; `descriptors` are its standard input, output and error, and `pass_fds`."""
+        number, module, options, environment, folder, pass_fds = order
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             # From the task itself: the chief has it before it hears that the task is ready.
-            self._report("pid", order.number, os.getpid())
+            self._report("pid", number, os.getpid())
             for target, descriptor in enumerate(descriptors[:3]):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
             for own in (self._orders.detach(), self._woken, self._wake):
                 os.close(own)
-            for name, value in order.environment.items():
+            for name, value in environment.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            if order.folder is not None:
-                os.chdir(order.folder)
+            if folder is not None:
+                os.chdir(folder)
             # Otherwise all forks would draw the same numbers; Python's own generator sees to itself.
             import numpy as np
 
             np.random.seed()
-            task = importlib.import_module(order.module)
-            task.run(order.options, dict(zip(order.descriptors, descriptors[3:], strict=True)))
+            task = importlib.import_module(module)
+            task.run(options, dict(zip(pass_fds, descriptors[3:], strict=True)))
         except BaseException:  # noqa: BLE001 - the frames above are the fork server's
             traceback.print_exc()
         os._exit(1)

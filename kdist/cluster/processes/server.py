@@ -25,7 +25,7 @@ from kdist.cluster.network.names import host_and_port
 from kdist.cluster.network.port_probe import accepts_connections
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.child import end_with_parent, visible_devices
-from kdist.cluster.spec import ClusterSpec, Membership, Task
+from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
@@ -67,7 +67,7 @@ class TaskOptions:
 
 
 def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
-    """Serves with `TaskOptions` as JSON until the parent exits; see `kdist.cluster.processes.task_processes`."""
+    """Serves with `TaskOptions` as JSON until the parent exits; see `kdist.cluster.processes.forkserver`."""
     options = TaskOptions(**json.loads(text))
     name = f"{options.job}:{options.index}"
     # From the first moment on: importing TensorFlow takes seconds.
@@ -126,7 +126,7 @@ def serve_until_done(
     if visible is not None or task.job == "ps":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible or ""
     with quick_import(keras=False):
-        import tensorflow  # noqa: F401 - what follows needs it
+        import tensorflow as tf
 
     from kdist.cluster.processes.chief_board import Chief
     from kdist.data.python_readers import offer_readers
@@ -134,7 +134,14 @@ def serve_until_done(
     offer_readers()
     address = spec.address(task)
     if address not in _servers:
-        _servers[address] = _server_of(spec, task, config, log_device_placement)
+        if accepts_connections(address):
+            raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
+        sockets.bind_to(config.bind)
+        options = tf.compat.v1.ConfigProto(log_device_placement=log_device_placement)
+        try:
+            _servers[address], _ = _start_server(spec.jobs, task, options)
+        except tf.errors.OpError as error:
+            raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
     chief = Chief(spec, task, config.patience)
     log.say(f"kdist {__version__} | {task} of {spec.shape} | at {address}, chief {chief}")
     timeouts = TcpTimeouts(spec.addresses.values(), [spec.port(task)], config.patience)
@@ -152,19 +159,6 @@ def serve_until_done(
     if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | the chief has finished")
-
-
-def _server_of(spec: ClusterSpec, task: Task, config: ClusterConfig, log_device_placement: bool) -> Any:
-    import tensorflow as tf
-
-    address = spec.address(task)
-    if accepts_connections(address):
-        raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-    sockets.bind_to(config.bind)
-    try:
-        return _start_server(spec.jobs, task, tf.compat.v1.ConfigProto(log_device_placement=log_device_placement))[0]
-    except tf.errors.OpError as error:
-        raise ClusterError(f"{task} cannot serve at {address}: {error.message}") from error
 
 
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:

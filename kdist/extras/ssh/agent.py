@@ -42,13 +42,15 @@ def main() -> None:
     """Obeys the launcher until all tasks have ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     asked = _next_order(_FIRST_ORDER_SECS)
-    why, ports = _prepare(asked["folder"], asked["number"], asked["port"])
-    _say(refused=why) if why else _say(ready=ports)
+    _say(**_prepare(asked["folder"], asked["number"], asked["port"]))
     # No thread runs before the tasks are started: this process forks, and its children end with the thread that did.
     order = _next_order(asked["patience"])
-    tasks = {name: _start(argv, {**os.environ, **order["environment"], **own}) for name, argv, own in order["tasks"]}
+    running = {}
+    for name, argv, own in order["tasks"]:
+        if (task := _start(name, argv, {**os.environ, **order["environment"], **own})) is not None:
+            running[name] = task
     signal.alarm(0)
-    _watch(tasks, asked["patience"])
+    _watch(running, asked["patience"])
 
 
 def _next_order(patience: float) -> Any:
@@ -62,23 +64,23 @@ def _next_order(patience: float) -> Any:
             return order
 
 
-def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]]:
-    """Finds ports for tasks; the first value is the reason why they cannot be started, empty if they can."""
+def _prepare(folder: str, number: int, port: int | None) -> dict[str, Any]:
+    """Finds ports for tasks; returns the answer: the `ready` ports, or the reason why tasks are `refused`."""
     try:
         os.chdir(folder)
     except OSError as error:
-        return f"{folder}: {error.strerror} (--workdir names another folder)", []
+        return {"refused": f"{folder}: {error.strerror} (--workdir names another folder)"}
     sockets = [socket.socket() for _ in range(number)]
     try:
         for index, held in enumerate(sockets):
             wanted = port + index if port else 0
             if wanted > _LAST_PORT:
-                return f"port {wanted}: the last one is {_LAST_PORT} (--port names others)", []
+                return {"refused": f"port {wanted}: the last one is {_LAST_PORT} (--port names others)"}
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("", wanted))
-        return "", [held.getsockname()[1] for held in sockets]
+        return {"ready": [held.getsockname()[1] for held in sockets]}
     except OSError as error:
-        return f"port {wanted}: {error.strerror} (--port names others)", []
+        return {"refused": f"port {wanted}: {error.strerror} (--port names others)"}
     finally:
         if sys.platform == "linux":
             # Nobody else gets them while this process runs; see kdist.cluster.network.sockets.held_ports.
@@ -88,8 +90,8 @@ def _prepare(folder: str, number: int, port: int | None) -> tuple[str, list[int]
                 held.close()
 
 
-def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | str:
-    """Starts the process of a task, in its own session; returns the reason if it cannot be started."""
+def _start(name: str, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
+    """Starts the process of a task, in its own session; one that cannot be started has exited with code 127."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def end_with_parent() -> None:
@@ -107,19 +109,16 @@ def _start(argv: list[str], environment: dict[str, str]) -> subprocess.Popen[byt
             preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads yet
         )
     except OSError as error:
-        return f"{argv[0]}: {error.strerror}"
+        _say(task=name, stream=2, text=f"{argv[0]}: {error.strerror}")
+        _say(task=name, code=127)
+        return None
 
 
-def _watch(tasks: dict[str, Any], patience: float) -> None:
+def _watch(running: dict[str, subprocess.Popen[bytes]], patience: float) -> None:
     """Handles events until all tasks have ended or the launcher is gone."""
     events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    running = {name: task for name, task in tasks.items() if not isinstance(task, str)}
-    for name, task in tasks.items():
-        if isinstance(task, str):
-            _say(task=name, stream=2, text=task)
-            _say(task=name, code=127)
-        else:
-            threading.Thread(target=_follow, args=(name, task, events), daemon=True).start()
+    for name, task in running.items():
+        threading.Thread(target=_follow, args=(name, task, events), daemon=True).start()
     threading.Thread(target=_read_orders, args=(events,), daemon=True).start()
     while running:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kdist.cluster.spec import ClusterShape
+from kdist.config.checks import check_more_than_zero, check_port
 from kdist.config.scheduler import GRACE_SECS
 from kdist.errors import ConfigError
 from kdist.extras.ssh.hosts import Request, parse_hosts
@@ -45,7 +46,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command; returns the exit code."""
     return run_tasks(request_of(arguments))
 
 
@@ -59,11 +59,9 @@ def request_of(arguments: Sequence[str]) -> Request:
     given = _parser().parse_args(own)
     if not program:
         raise ConfigError("nothing to start: after --, give overrides, as +recipe=mnist cluster=2ps2w, or a script")
-    for name in ("connect_timeout", "patience"):
-        if getattr(given, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name):g}: must be more than 0")
-    if given.port is not None and not 0 < given.port < 65536:
-        raise ConfigError(f"--port {given.port}: must be from 1 to 65535")
+    check_more_than_zero("--connect-timeout", given.connect_timeout)
+    check_more_than_zero("--patience", given.patience)
+    check_port("--port", given.port)
     is_script = program[0].endswith(".py")
     shape = _shape(given.cluster, None if is_script else program)
     return Request(
@@ -81,7 +79,6 @@ def request_of(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`."""
     place = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:place]), list(arguments[place + 1 :])
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,12 +73,7 @@ Event = Prepared | TaskOutput | TaskExited | ConnectionClosed | Signals
 
 
 class Connection:
-    """A host, reached by ssh; every event of it is put into `events`.
-
-    Args:
-        host: the machine.
-        request: how to connect, and the interpreter that runs the agent there.
-    """
+    """A host, reached by ssh, on which the agent runs; every event of it is put into `events`."""
 
     def __init__(self, host: Host, request: Request, events: SimpleQueue[Event]) -> None:
         self.host = host
@@ -109,32 +105,21 @@ class Connection:
             )
         except OSError as error:
             raise ConfigError(f"--ssh {request.ssh[0]}: {error.strerror}") from None
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
         source = _AGENT.read_bytes()
         self._write(b"%d\n%s" % (len(source), source))
         threading.Thread(target=self._follow, name=f"kdist-ssh-{host}", daemon=True).start()
+        threading.Thread(target=self._give_signs_of_life, name=f"kdist-ssh-life-{host}", daemon=True).start()
 
-    def prepare(self, number: int) -> None:
-        """Asks for the folder and `number` ports; `Prepared` is the answer."""
-        asked = self._request
-        self._tell(folder=asked.folder, number=number, port=asked.port, patience=asked.patience)
-
-    def start(self, tasks: Sequence[tuple[str, Sequence[str], Mapping[str, str]]], environment: dict[str, str]) -> None:
-        """Starts tasks, each with its name, its command and its own variables beside the common ones."""
-        self._tell(tasks=tasks, environment=environment)
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal to all tasks of the host."""
-        self._tell(signal=number)
-
-    def give_sign_of_life(self) -> None:
-        """Tells the host that this process lives; to call more often than `patience` allows silence."""
-        self._tell()
+    def tell(self, **message: Any) -> None:
+        """Sends the agent a message. It answers the first one by `Prepared`; one without content is a sign of life."""
+        self._write((json.dumps(message) + "\n").encode())
 
     def close(self) -> None:
         """Closes the connection, and so ends every task of the host; returns at once."""
-        assert self._process.stdin is not None
         with self._lock, suppress(OSError):
-            self._process.stdin.close()
+            self._stdin.close()
 
     def wait(self, timeout: float) -> None:
         """Waits for the end of a connection that was closed, and ends it if that takes longer."""
@@ -144,16 +129,16 @@ class Connection:
             self._process.kill()
             self._process.wait(KILLED_SECS)
 
-    def _tell(self, **message: Any) -> None:
-        self._write((json.dumps(message) + "\n").encode())
-
     def _write(self, content: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
         # If ssh has ended, `ConnectionClosed` says so.
         with self._lock, suppress(OSError, ValueError):
-            stdin.write(content)
-            stdin.flush()
+            self._stdin.write(content)
+            self._stdin.flush()
+
+    def _give_signs_of_life(self) -> None:
+        while self._process.poll() is None:
+            time.sleep(self._request.patience / 3)
+            self.tell()
 
     def _follow(self) -> None:
         """Turns messages of the host into events, until the connection has ended."""

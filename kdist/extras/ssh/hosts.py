@@ -49,11 +49,8 @@ class Request:
     """The tasks to start, and the hosts.
 
     Attributes:
-        hosts: with their slots.
-        shape: of the cluster.
         command: of every task, without the interpreter.
-        python: the interpreter on the hosts.
-        folder: that the tasks work in, on every host.
+        python, folder: the interpreter and the working directory of the tasks, on every host.
         ssh: the command to connect with.
         port: of the first task of a host, whose others follow; None for any free ports.
         connect_timeout: seconds within which every host must be ready.
@@ -122,7 +119,6 @@ def tasks_by_host(hosts: Sequence[Host], shape: ClusterShape) -> dict[Host, tupl
 
 
 def tf_configs(addresses: Mapping[Task, str]) -> dict[Task, str]:
-    """TF_CONFIG of each task, from the addresses of all."""
     cluster: dict[str, list[str]] = {}
     for task, address in addresses.items():
         # An evaluator is not part of the cluster.

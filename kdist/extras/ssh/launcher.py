@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,14 +28,13 @@ from kdist.extras.ssh.connection import (
     why_closed,
 )
 from kdist.extras.ssh.hosts import Host, Request, tasks_by_host, tf_configs
+from kdist.fit.signals import SAME_SIGNAL_SECS, exit_code_of
 
 #: Sent to the tasks when this process gets them; for SIGHUP, as when its terminal closes, they get SIGTERM.
 _FORWARDED = {number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)} | {
     signal.SIGHUP: signal.SIGTERM
 }
 _CLOSE_SECS = 5.0
-#: Schedulers send a signal twice within milliseconds.
-SAME_SIGNAL_SECS = 0.5
 #: For tasks to notice the end of another one.
 _NOTICE_SECS = 5.0
 #: For tasks to end after a second signal.
@@ -63,16 +61,16 @@ def run(request: Request) -> int:
     connections: dict[Host, Connection] = {}
     try:
         with _receive_signals(events):
-            for host in tasks:
-                connections[host] = Connection(host, request, events)
-            with _signs_of_life(list(connections.values()), request.patience / 3):
-                for host, connection in connections.items():
-                    connection.prepare(len(tasks[host]))
-                ports = _ports(events, set(connections), request)
-                if isinstance(ports, int):
-                    return ports
-                _start(request, tasks, ports, connections)
-                return _Tasks(tasks, connections, request.grace_secs).watch(events)
+            for host, of_host in tasks.items():
+                connection = connections[host] = Connection(host, request, events)
+                connection.tell(
+                    folder=request.folder, number=len(of_host), port=request.port, patience=request.patience
+                )
+            ports = _ports(events, set(connections), request)
+            if isinstance(ports, int):
+                return ports
+            _start(request, tasks, ports, connections)
+            return _Tasks(tasks, connections, request.grace_secs).watch(events)
     finally:
         for connection in connections.values():
             connection.close()
@@ -104,7 +102,7 @@ def _ports(events: SimpleQueue[Event], hosts: set[Host], request: Request) -> di
         elif isinstance(event, ConnectionClosed):
             raise why_closed(event, request.python)
         elif isinstance(event, signal.Signals):
-            return _code_of(event)
+            return exit_code_of(event)
     return ports
 
 
@@ -126,7 +124,8 @@ def _start(
     environment = variables_to_send(os.environ)
     command = (request.python, *request.command)
     for host, connection in connections.items():
-        connection.start([(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]], environment)
+        of_host = [(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]]
+        connection.tell(tasks=of_host, environment=environment)
 
 
 class _Tasks:
@@ -208,22 +207,19 @@ class _Tasks:
 
     def _tell(self, received: signal.Signals) -> None:
         """Forwards a signal; after a second one, tasks have little time."""
-        now = time.monotonic()
-        self._send(_FORWARDED[received])
-        if self._told is None:
-            self._told, self._told_at = received, now
+        now, sent = time.monotonic(), _FORWARDED[received]
+        self._send(sent)
+        # To tasks, too, SIGUSR1 ahead of a time limit and SIGTERM at the limit are one request to stop.
+        was_ahead = self._told in (signal.SIGUSR1, signal.SIGUSR2) and sent == signal.SIGTERM
+        if self._told is None or was_ahead:
+            self._told, self._told_at = sent, now
         elif now - self._told_at > SAME_SIGNAL_SECS:
-            self._code = self._code or _code_of(self._told)
+            self._code = self._code or exit_code_of(self._told)
             self._kill_at = now + _SECOND_SIGNAL_SECS
 
     def _send(self, number: int) -> None:
         for connection in self._connections.values():
-            connection.send_signal(number)
-
-
-def _code_of(number: int) -> int:
-    """The exit code after a signal before anything was started, or if tasks do not end after it."""
-    return 130 if number == signal.SIGINT else 143
+            connection.tell(signal=number)
 
 
 def _report(text: str) -> None:
@@ -247,20 +243,3 @@ def _receive_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _signs_of_life(connections: Sequence[Connection], every_secs: float) -> Iterator[None]:
-    """Sends signs of life to the hosts."""
-    ended = threading.Event()
-
-    def give() -> None:
-        while not ended.wait(every_secs):
-            for connection in connections:
-                connection.give_sign_of_life()
-
-    threading.Thread(target=give, name="kdist-signs-of-life", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()

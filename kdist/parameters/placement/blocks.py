@@ -116,11 +116,6 @@ class Block:
         """True for dynamic tables; the variable is that of `DynamicTable.vectors`."""
         return self.tables is not None and bool(self.tables.dynamic)
 
-    @property
-    def is_joint(self) -> bool:
-        """True if it may have several shards: then values that belong to its elements have its shape."""
-        return self.is_flat or self.is_row_wise
-
 
 class Blocks(Sequence[Block]):
     """The blocks of all shards, and the conversion between values of blocks and values of shards.
@@ -182,7 +177,11 @@ class Blocks(Sequence[Block]):
             return dict(zip(shards, self._split_flat(block, value)))
         if len(shards) == 1:
             return {shards[0]: value}
-        return dict(zip(shards, self._split_rows(block, value)))
+        # Changes of rows of tables, which keep their numbers.
+        starts = tf.constant([self.first_row(i) for i in shards], value.indices.dtype)
+        number = tf.searchsorted(starts, value.indices, side="right") - 1
+        parts = (tf.dynamic_partition(tensor, number, len(shards)) for tensor in (value.values, value.indices))
+        return {i: tf.IndexedSlices(*part) for i, part in zip(shards, zip(*parts))}
 
     def join(self, block: int, by_shard: Mapping[int, Any]) -> Any:
         """Undoes `split`, but for the order of rows."""
@@ -196,14 +195,6 @@ class Blocks(Sequence[Block]):
 
     def _trace_split(self, block: int, value: tf.Tensor) -> list[tf.Tensor]:
         return unfuse(value, [tf.TensorShape(self.shape_of(i)) for i in self._blocks[block].shards])
-
-    def _split_rows(self, block: int, rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-        """A change of some rows of a block by shard; they keep their numbers."""
-        shards = self._blocks[block].shards
-        starts = tf.constant([self.first_row(i) for i in shards], rows.indices.dtype)
-        number = tf.searchsorted(starts, rows.indices, side="right") - 1
-        parts = (tf.dynamic_partition(tensor, number, len(shards)) for tensor in (rows.values, rows.indices))
-        return [tf.IndexedSlices(*part) for part in zip(*parts)]
 
     def shape_of(self, shard: int) -> tuple[int, ...]:
         whole = tuple(self._all_variables[self.shards[shard].variable].shape)
@@ -238,7 +229,6 @@ class Blocks(Sequence[Block]):
         return sorted(own, key=lambda b: self._blocks[b].server)
 
     def in_update(self, update: Update) -> set[int]:
-        """The blocks that an update changes."""
         return {b for b, block in enumerate(self) if block.is_parameter and block.variable in update.variables}
 
     def original(self, block: int) -> keras.Variable:
@@ -280,6 +270,9 @@ class Blocks(Sequence[Block]):
 
     def _block(self, shards: Sequence[int], *, is_flat: bool) -> Block:
         first, variables = self.shards[shards[0]], self._variables
+        original = self._all_variables[first.variable]
+        # A sum of new values would have the old one in it twice.
+        is_summed = original.aggregation == "sum" and tf.as_dtype(original.dtype) != tf.bool
         return Block(
             first.server,
             tuple(shards),
@@ -287,7 +280,7 @@ class Blocks(Sequence[Block]):
             is_flat,
             variables.is_parameter(first.variable),
             variables.tables_with(first.variable),
-            first.variable in variables.replaced and not self._is_summed(first.variable),
+            first.variable in variables.replaced and not is_summed,
             self._aggregation(first.variable),
         )
 
@@ -298,11 +291,6 @@ class Blocks(Sequence[Block]):
         default = "first" if variable in self._variables.replaced else "mean"
         own = self._all_variables[variable].aggregation
         return {"mean": "mean", "sum": "sum", "only_first_replica": "first"}.get(own, default)
-
-    def _is_summed(self, variable: int) -> bool:
-        """True if changes add up by the variable's own word; a sum of new values would have the old one in it twice."""
-        original = self._all_variables[variable]
-        return original.aggregation == "sum" and tf.as_dtype(original.dtype) != tf.bool
 
     def _can_be_flat(self, variable: int, updates: StepUpdates) -> bool:
         original, variables = self._all_variables[variable], self._variables

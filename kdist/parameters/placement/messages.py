@@ -17,13 +17,12 @@ K = TypeVar("K", bound=Hashable)
 
 def fuse(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Tensors of one dtype, flattened and concatenated."""
-    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
 def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
     """Undoes `fuse`."""
-    parts = [fused] if len(shapes) == 1 else tf.split(fused, [shape.num_elements() for shape in shapes])
+    parts = tf.split(fused, [shape.num_elements() for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
@@ -55,19 +54,16 @@ class Layout:
     their values. Then come dense tensors, flattened, one behind the other.
 
     Attributes:
+        device: they come from it, or go to it.
         row_shapes: the shape of a row where some rows travel, by their keys.
         shapes: the shapes of dense tensors, by their keys.
         dtype: of values that are not packed.
     """
 
+    device: str
     row_shapes: dict[Any, tf.TensorShape]
     shapes: dict[Any, tf.TensorShape]
     dtype: tf.DType
-
-    @property
-    def any_key(self) -> Any:
-        """One of the keys; all tensors are of one device."""
-        return next(iter([*self.row_shapes, *self.shapes]))
 
     def split(self, packed: tf.Tensor) -> dict[Any, tf.Tensor | tf.IndexedSlices]:
         """The tensors by their keys, on the device of the caller."""
@@ -146,7 +142,7 @@ def fuse_by(
                 whole = [tf.stack([tf.size(of_table, tf.int64) for of_table in indices]), *indices]
                 packed = tf.concat([tf.reshape(tf.bitcast(tf.concat(whole, 0), packed.dtype), [-1]), packed], 0)
         row_shapes = {key: tensors[key].values.shape[1:] for key in sparse}
-        messages.append((packed, Layout(row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
+        messages.append((packed, Layout(device, row_shapes, {key: tensors[key].shape for key in dense}, dtype)))
     return messages
 
 

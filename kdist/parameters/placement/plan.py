@@ -162,11 +162,6 @@ def wrong_id(message: str, plan: PlacementPlan) -> str | None:
     return f"id {found[2]} is not in table {table.name}, which has the rows 0 to {table.num_rows - 1}"
 
 
-def splits(options: ServerOptions) -> bool:
-    """True if large variables are on several servers."""
-    return options.placement in ("partitioned", "auto")
-
-
 def servers_for(
     variables: Sequence[Variable], num_servers: int, options: ServerOptions, num_workers: int = 1
 ) -> tuple[int, str]:
@@ -209,8 +204,8 @@ def place(
     def num_parts(variable: Variable) -> int:
         if variable.is_dynamic:
             return num_servers
-        is_large = splits(options) and variable.can_be_cut
-        is_spread = variable.always_cut or (is_large and variable.value_bytes > options.partition_min_bytes)
+        is_large = variable.can_be_cut and variable.value_bytes > options.partition_min_bytes
+        is_spread = variable.always_cut or (is_large and options.placement in ("partitioned", "auto"))
         wanted = len(servers_of(variable)) if is_spread else 1
         if max_bytes is not None and variable.can_be_cut and variable.travels:
             wanted = max(wanted, -(-variable.value_bytes // max_bytes))

@@ -6,7 +6,7 @@ when the server sweeps. Whoever takes or gives a row, and every update, holds on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,9 +20,10 @@ from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mix_bits
 from kdist.model.embedding_lookup import TableGroup
 from kdist.model.names import AVERAGE
-from kdist.parameters.tables.admission import CountMinSketch, age_of_oldest, excess_rows, rows_to_evict
-from kdist.parameters.tables.rows import RowLock, replace_rows, resizable_variable, resize, set_rows
+from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, set_rows
 
+#: The bins of ages, and the share of `max_rows` that stays when the oldest rows go.
+_AGE_BINS, _LOW_WATER = 1024, 15 / 16
 #: The size of the other columns of a row, in bytes.
 _BESIDE_BYTES = 32
 #: The column with the interval between saves in which a row has changed last; only if anybody asks.
@@ -46,9 +47,9 @@ class DynamicTable:
             its table in the group, or -1 if nothing is in the row, int32; `counts` of its updates, int32; the global
             step of the last one, or of its creation, `last_steps`, int32.
         num_rows: int64: rows that are or were in use.
+        evicted: ids that have lost their rows.
     """
 
-    rows_move: ClassVar[bool] = True
     #: The room for the rows of all groups on a server at first, in bytes; they take memory when they are written.
     #: Rows that outgrow it move, and TensorFlow keeps the old place for later; more would count as used at once.
     reserved_bytes: ClassVar[int] = 1 << 30
@@ -64,7 +65,7 @@ class DynamicTable:
         num_groups: int = 1,
         interval: tf.Variable | None = None,
     ) -> None:
-        self.layers, self.device, self.interval = group.dynamic, device, interval
+        self.group, self.layers, self.device, self.interval = group, group.dynamic, device, interval
         self.server, self.num_servers = server, num_servers
         first = group.dynamic[0]
         self._initializer = first.row_initializer
@@ -172,44 +173,35 @@ class DynamicTable:
             new_keys, of_new = tf.gather(keys, chosen), tf.gather(tables, chosen)
             ids = new_keys - tf.gather(self._shifts, of_new)
             vectors = self._initializer.rows(tf.gather(self._seeds, of_new), ids, self._dim, self.vectors.dtype)
-            values = {
-                "ids": ids,
-                "tables": of_new,
-                "last_steps": tf.fill(tf.shape(of_new), tf.cast(step, tf.int32)),
-                "vectors": vectors,
-            }
+            last_steps = tf.fill(tf.shape(of_new), tf.cast(step, tf.int32))
+            values = {IDS: ids, TABLES: of_new, "vectors": vectors, "last_steps": last_steps}
             self._write(new_keys, new_rows, values, updates)
         with tf.control_dependencies(updates):
             return tf.identity(rows)
 
-    def put(self, tables: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        """Gives rows to ids of tables, int32 `[n]`, that have none; columns without values get initial ones; traced."""
-        with self.lock.held([tables, *values.values()]) as updates:
-            rows = self._take(tf.size(tables, tf.int64), updates)
-            keys = values["ids"] + tf.gather(self._shifts, tables)
-            self._write(keys, rows, {**values, "tables": tables}, updates)
-
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        """As `FixedTable.take`; columns without values get initial ones."""
         self.remove(values[IDS], table)
-        self.put(tf.fill(tf.shape(values[IDS]), table), values)
+        with self.lock.held([table, *values.values()]) as updates:
+            rows = self._take(tf.size(values[IDS], tf.int64), updates)
+            tables = tf.fill(tf.shape(rows), table)
+            self._write(values[IDS] + self._shifts[table], rows, {**values, TABLES: tables}, updates)
 
-    def chosen(self, since: tf.Tensor) -> tf.Tensor:
-        """The rows in use that have changed after an interval, int64 `[n]`; all of them if nobody asked for changes."""
+    def changed(self, since: tf.Tensor) -> dict[str, tf.Tensor]:
+        """As `FixedTable.changed`; all rows in use if nobody asked for changes."""
         rows = tf.range(self.num_rows.read_value())
         is_chosen = self.columns[TABLES].sparse_read(rows) >= 0
         if CHANGED in self.columns:
             is_chosen &= self.columns[CHANGED].sparse_read(rows) > since
-        return tf.boolean_mask(rows, is_chosen)
-
-    def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {}
+        rows = tf.boolean_mask(rows, is_chosen)
+        return {name: column.sparse_read(rows) for name, column in self.stored.items()}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         return tf.equal(server_of(ids + self._shifts[table], self.num_servers), self.server)
 
     def clear(self) -> None:
         """Forgets all rows; traced."""
-        with self.lock.held([]) as updates:
+        with tf.device(self.device), self.lock.held([]) as updates:
             keys, _ = self._index.export()
             updates.append(self._index.remove(keys))
             updates += [variable.assign(0).op for variable in (self.num_rows, self._num_free)]
@@ -230,9 +222,9 @@ class DynamicTable:
     def remove(self, ids: tf.Tensor, table: tf.Tensor) -> None:
         """Takes their rows from ids of a table, int64 `[n]`; traced."""
         with self.lock.held([ids]) as updates:
-            rows = self._find(ids + self._shifts[table])
-            rows = tf.boolean_mask(rows, rows >= 0)
-            self._free_rows(rows, tf.fill(tf.shape(rows), table), self.columns["ids"].sparse_read(rows), updates)
+            keys = ids + self._shifts[table]
+            rows = self._find(keys)
+            self._free_rows(tf.boolean_mask(rows, rows >= 0), tf.boolean_mask(keys, rows >= 0), updates)
 
     def num_live(self) -> tf.Tensor:
         """The number of rows in use, scalar int64."""
@@ -241,7 +233,7 @@ class DynamicTable:
     def sweep(self, step: tf.Tensor) -> tf.Tensor:
         """Evicts rows in a global step, a few at a time, so that no step waits long; returns their number; traced."""
         step, num_rows = tf.cast(step, tf.int32), self.num_rows.read_value()
-        excess = excess_rows(self._max_rows, self.num_live())
+        excess = self._num_excess()
         oldest = tf.cond(excess > 0, lambda: self._oldest(step, excess), lambda: tf.constant(tf.int32.max))
 
         def evict(start: tf.Tensor, excess: tf.Tensor, evicted: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -305,11 +297,23 @@ class DynamicTable:
         with tf.control_dependencies(written):
             updates.append(self._index.insert(keys, rows))
 
+    def _num_excess(self) -> tf.Tensor:
+        """The number of rows that have to go to keep `max_rows`, scalar int64."""
+        if self._max_rows is None:
+            return tf.zeros([], tf.int64)
+        num_live, target = self.num_live(), int(self._max_rows * _LOW_WATER)
+        # Not for a few rows each time.
+        return tf.where(num_live > (target + self._max_rows) // 2, num_live - target, 0)
+
     def _oldest(self, step: tf.Tensor, excess: tf.Tensor) -> tf.Tensor:
-        """The age from which on `excess` rows go."""
+        """The age, int32, from which on rows may go so that `excess` of them do: the oldest bins of a histogram go."""
         rows = tf.range(self.num_rows.read_value())
-        tables, last_steps = (self.columns[name].sparse_read(rows) for name in ("tables", "last_steps"))
-        return age_of_oldest(step - tf.boolean_mask(last_steps, tables >= 0), excess)
+        tables, last_steps = (self.columns[name].sparse_read(rows) for name in (TABLES, "last_steps"))
+        ages = step - tf.boolean_mask(last_steps, tables >= 0)
+        width = tf.maximum(tf.reduce_max(ages) // _AGE_BINS + 1, 1)
+        counts = tf.math.bincount(tf.maximum(ages // width, 0), minlength=_AGE_BINS, dtype=tf.int64)
+        is_enough = tf.cumsum(counts, reverse=True) >= excess
+        return tf.cast(tf.reduce_sum(tf.cast(is_enough, tf.int32)) - 1, tf.int32) * width
 
     def _evict(
         self, start: tf.Tensor, stop: tf.Tensor, step: tf.Tensor, oldest: tf.Tensor, excess: tf.Tensor
@@ -318,27 +322,31 @@ class DynamicTable:
         with self.lock.held([start, stop, excess]) as updates:
             rows = tf.range(start, stop)
             tables, counts, last_steps, ids = (
-                self.columns[name].sparse_read(rows) for name in ("tables", "counts", "last_steps", "ids")
+                self.columns[name].sparse_read(rows) for name in (TABLES, "counts", "last_steps", IDS)
             )
             is_live, ages = tables >= 0, step - last_steps
-            goes = rows_to_evict(self._eviction, ages, counts, self.vectors, rows)
+            # These go however many there are.
+            goes = ages >= min(self._eviction.unseen_steps or tf.int32.max, tf.int32.max)
+            if self._eviction.min_norm is not None:
+                norms = tf.norm(tf.cast(self.vectors.sparse_read(rows), tf.float32), axis=1)
+                goes |= (counts > 0) & (norms < self._eviction.min_norm)
             is_old = is_live & ~goes & (ages >= oldest)
             is_old &= tf.cumsum(tf.cast(is_old, tf.int64)) <= excess
             chosen = tf.where(is_live & (goes | is_old))[:, 0]
-            tables, ids = tf.gather(tables, chosen), tf.gather(ids, chosen)
-            self._free_rows(tf.gather(rows, chosen), tables, ids, updates)
+            tables = tf.gather(tables, chosen)
+            keys = tf.gather(ids, chosen) + tf.gather(self._shifts, tables)
+            self._free_rows(tf.gather(rows, chosen), keys, updates)
             if self.interval is not None:
-                self.evicted.add(ids, tables, updates)
+                updates.append(self.evicted.add(keys, tables, self.interval.read_value()))
             count, of_excess = tf.size(chosen, tf.int64), tf.reduce_sum(tf.cast(is_old, tf.int64))
         with tf.control_dependencies(updates):
             return tf.identity(count), tf.identity(of_excess)
 
-    def _free_rows(self, rows: tf.Tensor, tables: tf.Tensor, ids: tf.Tensor, updates: list[tf.Operation]) -> None:
-        """Takes rows from their ids, so that others can have them."""
+    def _free_rows(self, rows: tf.Tensor, keys: tf.Tensor, updates: list[tf.Operation]) -> None:
+        """Takes rows from their keys, so that others can have them."""
         num_free, count = self._num_free.read_value(), tf.size(rows, tf.int64)
-        removed = self._index.remove(ids + tf.gather(self._shifts, tables))
-        with tf.control_dependencies([removed, num_free]):
-            updates.append(set_rows(self.columns["tables"], rows, tf.fill(tf.shape(tables), -1)))
+        with tf.control_dependencies([self._index.remove(keys), num_free]):
+            updates.append(set_rows(self.columns[TABLES], rows, tf.fill(tf.shape(rows), -1)))
             updates.append(set_rows(self._free, tf.range(num_free, num_free + count), rows))
             updates.append(self._num_free.assign_add(count).op)
 
@@ -353,61 +361,79 @@ class EvictedRows:
     Without intervals, none are noted.
     """
 
+    #: As of the tables; there is no column beside the ids.
+    stored: ClassVar[Mapping[str, tf.Variable]] = {}
+
     def __init__(self, table: DynamicTable) -> None:
         self.device, self._table = table.device, table
-        self.stored: dict[str, tf.Variable] = {}
-        if table.interval is None:
-            return
+        self._shifts, self._num_tables = key_shifts(table.group), len(table.group.tables)
         with tf.device(self.device):
-            self._num_rows, self._capacity = (tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2))
-            self.stored = {"ids": resizable_variable((), tf.int64), "tables": resizable_variable((), tf.int32)}
-            self._intervals = resizable_variable((), tf.int32)
+            #: Of each key the interval, times the number of tables, plus the position of its table.
+            self._noted = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
 
-    def add(self, ids: tf.Tensor, tables: tf.Tensor, updates: list[tf.Operation]) -> None:
-        """Adds ids, int64 `[n]`, and the positions of their tables, int32 `[n]`; traced, with the rows locked."""
-        start, capacity = self._num_rows.read_value(), self._capacity.read_value()
-        end = start + tf.size(ids, tf.int64)
-        with tf.control_dependencies([tf.cond(end > capacity, lambda: self._grow(start, end), lambda: capacity)]):
-            places = tf.range(start, end)
-            assert self._table.interval is not None
-            intervals = tf.fill(tf.shape(tables), self._table.interval.read_value())
-            for variable, values in zip(self._variables, (ids, tables, intervals)):
-                updates.append(set_rows(variable, places, values))
-            updates.append(self._num_rows.assign(end).op)
+    def add(self, keys: tf.Tensor, tables: tf.Tensor, interval: tf.Tensor) -> tf.Operation:
+        """Notes keys, int64 `[n]`, and the positions of their tables, int32 `[n]`; traced, with the rows locked."""
+        tables, interval = tf.cast(tables, tf.int64), tf.cast(interval, tf.int64)
+        return self._noted.insert(keys, interval * self._num_tables + tables)
 
-    def chosen(self, since: tf.Tensor) -> tf.Tensor:
-        """The ids that have lost their rows after an interval, by their places, int64 `[n]`; traced."""
-        return tf.where(self._intervals.sparse_read(tf.range(self._num_rows.read_value())) > since)[:, 0]
-
-    def placed(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {}
+    def changed(self, since: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The ids that have lost their rows after an interval, and their tables; traced."""
+        keys, noted = (tf.ensure_shape(tensor, [None]) for tensor in self._noted.export())
+        is_chosen = noted // self._num_tables > tf.cast(since, tf.int64)
+        tables = tf.cast(tf.boolean_mask(noted, is_chosen) % self._num_tables, tf.int32)
+        return {IDS: tf.boolean_mask(keys, is_chosen) - tf.gather(self._shifts, tables), TABLES: tables}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         return self._table.keys_here(ids, table)
 
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
-        self._table.remove(values["ids"], table)
+        self._table.remove(values[IDS], table)
 
     def forget(self, up_to: tf.Tensor) -> None:
         """Forgets the ids of an interval and of all before; traced. No row may be evicted meanwhile."""
         with tf.device(self.device):
-            kept = self.chosen(up_to)
-            values = [variable.sparse_read(kept) for variable in self._variables]
-            with tf.control_dependencies(values):
-                for variable, value in zip(self._variables, values):
-                    replace_rows(variable, value)
-                for count in (self._num_rows, self._capacity):
-                    count.assign(tf.size(kept, tf.int64))
+            keys, noted = (tf.ensure_shape(tensor, [None]) for tensor in self._noted.export())
+            self._noted.remove(tf.boolean_mask(keys, noted // self._num_tables <= tf.cast(up_to, tf.int64)))
 
-    @property
-    def _variables(self) -> list[tf.Variable]:
-        return [*self.stored.values(), self._intervals]
 
-    def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
-        capacity = tf.maximum(2 * self._capacity.read_value(), needed)
-        for variable in self._variables:
-            resize(variable, used, capacity, self._table.sweep_rows)
-        return self._capacity.assign(capacity)
+class CountMinSketch:
+    """Counts keys in four tables of counters, where keys share counters; the least of a key's is never too small.
+
+    After Cormode and Muthukrishnan (2005). From time to time all counters are halved, as in TinyLFU (Einziger et al.
+    2017), so that what was rare long ago does not add up. It takes 4 MB on the device where it is made.
+    """
+
+    depth: ClassVar[int] = 4
+    #: Counters of each table, a power of 2, and after how many counts they are halved.
+    width: ClassVar[int] = 1 << 18
+    counts_until_halved: ClassVar[int] = 8 << 18
+
+    def __init__(self) -> None:
+        self._counters = tf.Variable(tf.zeros([self.depth * self.width], tf.int32), trainable=False)
+        self._total = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def count(self, keys: tf.Tensor, updates: list[tf.Operation]) -> tf.Tensor:
+        """Counts keys, int64 `[n]`, each once, by operations that it adds to `updates`; traced, one call at a time.
+
+        Returns the count of each, int32 `[n]`.
+        """
+        hashes = [tf.bitwise.bitwise_and(mix_bits(keys + row), self.width - 1) for row in range(self.depth)]
+        places = tf.stack([of_row + row * self.width for row, of_row in enumerate(hashes)])
+        counts = self._counters.sparse_read(places) + 1
+        with tf.control_dependencies([counts]):
+            ones = tf.ones_like(places, tf.int32)
+            counted = tf.raw_ops.ResourceScatterAdd(resource=self._counters.handle, indices=places, updates=ones)
+            total = self._total.assign_add(tf.size(keys, tf.int64))
+
+        def halve() -> tf.Tensor:
+            # Rows are read and written one by one elsewhere; this is the only place that takes all of them.
+            halved = self._counters.assign(self._counters // 2)
+            with tf.control_dependencies([halved]):
+                return tf.identity(self._total.assign(total // 2))
+
+        with tf.control_dependencies([counted]):
+            updates.append(tf.cond(total > self.counts_until_halved, halve, lambda: total).op)
+        return tf.reduce_min(counts, 0)
 
 
 def key_shifts(group: TableGroup) -> np.ndarray:
@@ -428,11 +454,3 @@ def server_of(keys: tf.Tensor, num_servers: int) -> tf.Tensor:
 def _drawn(keys: tf.Tensor) -> tf.Tensor:
     """For each key a number that looks random, of 40 bits."""
     return tf.bitwise.bitwise_and(mix_bits(keys), tf.constant((1 << 40) - 1, tf.int64))
-
-
-def split_by_server(keys: tf.Tensor, num_servers: int) -> Sequence[tf.Tensor]:
-    """The places of the keys of each server: int32 `[n]` for each."""
-    places = tf.range(tf.size(keys))
-    if num_servers == 1:
-        return [places]
-    return tf.dynamic_partition(places, server_of(keys, num_servers), num_servers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowRequest
 from kdist.parameters.placement.blocks import Blocks
 from kdist.parameters.placement.messages import Wire, fuse
-from kdist.parameters.tables.dynamic_table import key_shifts, split_by_server
+from kdist.parameters.tables.dynamic_table import key_shifts, server_of
 from kdist.parameters.tables.table import Table
 
 
@@ -46,7 +46,6 @@ class _Places:
                 self._shifts[t, part] = first[blocks.of_shard[i]] + blocks.first_row(i) - shards[i].start
 
     def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-        """As `kdist.model.lookup_rounds.RowSource.number`."""
         if not self._shifts.any():
             return ids
         part = tables * self._most
@@ -54,51 +53,41 @@ class _Places:
             part += tf.cast(ids >= tf.gather(self._starts[:, later], tables), tf.int32)
         return ids + tf.gather(self._shifts.reshape(-1), part)
 
-    def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """For each block a request, int64 `[n]`, and the places of its rows in `wanted`, int32 `[n]`."""
-        return self.split(wanted.numbers)
-
     def split(self, numbers: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """For each block the rows in it, int64 `[n]`, and their places in `numbers`, int32 `[n]`."""
         if len(self.blocks) == 1:
             return [(numbers, tf.range(tf.size(numbers)))]
+        which = tf.dynamic_partition(tf.range(tf.size(numbers)), self._holders(numbers), len(self.blocks))
+        return [(tf.gather(numbers, chosen) - first, chosen) for chosen, first in zip(which, self._firsts)]
+
+    def _holders(self, numbers: tf.Tensor) -> tf.Tensor:
+        """The position in `blocks` of the one that has a row: int32 `[n]`."""
         holder = tf.zeros_like(numbers, tf.int32)
         for first in self._firsts[1:]:
             holder += tf.cast(numbers >= first, tf.int32)
-        which = tf.dynamic_partition(tf.range(tf.size(numbers)), holder, len(self.blocks))
-        return [(tf.gather(numbers, chosen) - first, chosen) for chosen, first in zip(which, self._firsts)]
+        return holder
 
 
-class _DynamicPlaces:
-    """Places of the rows of a group of dynamic tables: the number of a row is its key, which tells the server.
+class _DynamicPlaces(_Places):
+    """Places of the rows of a group of dynamic tables: the number of a row is its key, in its block, too.
 
-    Attributes:
-        blocks: with its rows, in the order of the servers.
+    The blocks are in the order of the servers, and the key tells the server.
     """
 
     def __init__(self, group: TableGroup, blocks: Blocks) -> None:
         self.blocks = blocks.of_tables(group)
-        self._num_tables = len(group.tables)
+        self._firsts = [0] * len(self.blocks)
         self._shifts = key_shifts(group)
 
     def number(self, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-        return ids + tf.gather(self._shifts, tables) if self._num_tables > 1 else ids
+        return ids + tf.gather(self._shifts, tables) if len(self._shifts) > 1 else ids
 
-    def requests(self, wanted: RowRequest) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """As `_Places.requests`: the number of keys of each table, then the keys."""
-        found = []
-        for keys, chosen in self.split(wanted.numbers):
-            tables = tf.gather(wanted.tables, chosen)
-            counts = tf.math.bincount(tables, minlength=self._num_tables, maxlength=self._num_tables, dtype=tf.int64)
-            found.append((tf.concat([counts, keys], 0), chosen))
-        return found
-
-    def split(self, keys: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        return [(tf.gather(keys, chosen), chosen) for chosen in split_by_server(keys, len(self.blocks))]
+    def _holders(self, keys: tf.Tensor) -> tf.Tensor:
+        return server_of(keys, len(self.blocks))
 
 
 class TableRows:
-    """Looks up rows of all groups of tables, and splits their gradients.
+    """A `kdist.model.lookup_rounds.RowSource` of all groups of tables, on the device of the caller; splits gradients.
 
     Args:
         blocks: with the rows.
@@ -123,16 +112,20 @@ class TableRows:
         return other
 
     def number(self, group: int, tables: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-        """As `kdist.model.lookup_rounds.RowSource.number`."""
         return self._places[group].number(tables, ids)
 
     def fetch(self, wanted: Mapping[int, RowRequest]) -> dict[int, tf.Tensor]:
-        """As `kdist.model.lookup_rounds.RowSource.fetch`, on the device of the caller."""
         by_server: dict[str, dict[int, tf.Tensor]] = defaultdict(dict)
         which: dict[int, tf.Tensor] = {}
         for g, of_group in wanted.items():
-            for block, (asked, which[block]) in zip(self._places[g].blocks, self._places[g].requests(of_group)):
-                by_server[self._tables[block].device][block] = asked
+            num_tables = len(self._groups[g].dynamic)
+            for block, (numbers, which[block]) in zip(self._places[g].blocks, self._places[g].split(of_group.numbers)):
+                request = [numbers]
+                if num_tables:
+                    tables = tf.gather(of_group.tables, which[block])
+                    counts = tf.math.bincount(tables, minlength=num_tables, maxlength=num_tables, dtype=tf.int64)
+                    request = [counts, numbers]
+                by_server[self._tables[block].device][block] = tf.concat(request, 0)
         found: dict[int, tf.Tensor] = {}
         for device, asked in by_server.items():
             found |= self._request(device, asked, which) if device else self._read(asked)
@@ -149,7 +142,7 @@ class TableRows:
             parts = [gradients[table] for table in group.tables if table in gradients]
             if not parts:
                 continue
-            values, numbers = (_joined([getattr(part, name) for part in parts]) for name in ("values", "indices"))
+            values, numbers = (tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices"))
             if len(places.blocks) == 1:
                 changes[places.blocks[0]] = tf.IndexedSlices(values, numbers)
                 continue
@@ -187,10 +180,5 @@ class TableRows:
             values = self._wire.unpack(tf.identity(tensor), dtype)
             shapes = [self._tables[block].vectors.shape[1:] for block in own]
             sizes = [tf.size(which[block]) * shape.num_elements() for block, shape in zip(own, shapes)]
-            of_blocks = [values] if len(own) == 1 else tf.split(values, sizes)
-            here |= {b: tf.reshape(part, [-1, *shape]) for b, part, shape in zip(own, of_blocks, shapes)}
+            here |= {b: tf.reshape(part, [-1, *s]) for b, part, s in zip(own, tf.split(values, sizes), shapes)}
         return here
-
-
-def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)

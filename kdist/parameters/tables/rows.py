@@ -51,11 +51,6 @@ def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Op
     return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=rows, updates=values)
 
 
-def open_shape(variable: tf.Variable) -> tf.TensorShape:
-    """The shape of any number of rows."""
-    return tf.TensorShape([None, *variable.shape[1:]])
-
-
 def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
     """Moves the `used` rows of a variable that have values, a few at a time, to a place with more room; traced."""
     shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
@@ -69,13 +64,8 @@ def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_
         return stop, tf.raw_ops.InplaceUpdate(x=moved, i=tf.cast(rows, tf.int32), v=values)
 
     zero = tf.zeros([], tf.int64)
-    _, moved = tf.while_loop(
-        lambda start, _: start < used,
-        move,
-        [zero, moved],
-        [zero.shape, open_shape(variable)],
-        parallel_iterations=1,
-    )
+    shapes = [zero.shape, tf.TensorShape([None, *variable.shape[1:]])]
+    _, moved = tf.while_loop(lambda start, _: start < used, move, [zero, moved], shapes, parallel_iterations=1)
     with tf.control_dependencies([moved]):
         replace_rows(variable, moved)
 

@@ -5,10 +5,10 @@ A table has some rows of a group of embedding tables, on one server; a row is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -35,14 +35,9 @@ class FixedTable:
         is_shared: whether several workers update rows at the same time.
 
     Attributes:
-        rows_move: whether a key may get another row, so that every update has to hold the lock.
-        evicted: keys that have lost their rows; None if none ever does.
         stored: variables by column, each `[capacity, ...]`: `vectors`, slots, and more.
         lock: of all rows.
     """
-
-    rows_move: ClassVar[bool] = False
-    evicted: None = None
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class FixedTable:
         """The vectors of keys, on the device of the server.
 
         Args:
-            request: int64 `[n]`, as the places of the group make it, see `kdist.parameters.tables.lookup`.
+            request: int64 `[n]`, as `TableRows.fetch` makes it: the rows; of dynamic tables, as `DynamicTable.read`.
             step_of: returns the global step.
             inserts: whether new keys get a row.
         """
@@ -89,17 +84,17 @@ class FixedTable:
             updates.append(set_rows(self._marks, rows, tf.fill(tf.shape(rows), self._interval.read_value())))
         return gradient
 
-    def chosen(self, since: tf.Tensor) -> tf.Tensor:
-        """The rows that have changed after an interval between saves, int64 `[n]`; all rows if it is -1."""
-        return tf.where(self._marks.read_value() > since)[:, 0]
-
-    def placed(self, rows: tf.Tensor) -> Mapping[str, tf.Tensor]:
-        """Columns that are not stored: `ids`, int64 `[n]`, and `tables`, the position in the group, int32 `[n]`."""
+    def changed(self, since: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The rows that have changed after an interval between saves, all if it is -1, by column: those that are
+        stored, `ids`, int64 `[n]`, and `tables`, the positions in the group, int32 `[n]`.
+        """
+        rows = tf.where(self._marks.read_value() > since)[:, 0]
         firsts = tf.constant([first for _, first in self._places], tf.int64)
         number = tf.searchsorted(firsts, rows, side="right") - 1
         shifts = tf.constant([shard.start - first for shard, first in self._places], tf.int64)
         tables = tf.constant([shard.variable for shard, _ in self._places], tf.int32)
-        return {IDS: rows + tf.gather(shifts, number), TABLES: tf.gather(tables, number)}
+        placed = {IDS: rows + tf.gather(shifts, number), TABLES: tf.gather(tables, number)}
+        return {**placed, **{name: column.sparse_read(rows) for name, column in self.stored.items()}}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         """True for ids of a table, int64 `[n]`, that belong here: bool `[n]`."""

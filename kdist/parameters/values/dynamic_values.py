@@ -13,7 +13,7 @@ from kdist.model.names import dynamic_names
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.initial_values import on_servers
-from kdist.parameters.values.slices import ChosenSlices, ServerRows
+from kdist.parameters.values.slices import ChosenSlices, ServerRows, take_own
 
 
 class DynamicValues:
@@ -50,12 +50,9 @@ class DynamicValues:
         return bool(self._groups)
 
     def clear(self) -> None:
-        """Forgets all rows."""
-
         def clear(tables: Sequence[DynamicTable]) -> None:
             for table in tables:
-                with tf.device(table.device):
-                    table.clear()
+                table.clear()
 
         for of_group, (_, tables) in zip(self.slices, self._groups):
             of_group.traced("clear", partial(clear, tables))()
@@ -96,33 +93,23 @@ class DynamicValues:
 def _put(
     servers: Sequence[DynamicTable], table: tf.Tensor, ids: tf.Tensor, vectors: tf.Tensor, step: tf.Tensor
 ) -> None:
+    values = {IDS: ids, "vectors": vectors, "last_steps": tf.fill(tf.shape(ids), step)}
     for server in servers:
-        with tf.device(server.device):
-            is_own = server.keys_here(tf.identity(ids), table)
-            own = tf.boolean_mask(ids, is_own)
-            tables, last_steps = tf.fill(tf.shape(own), table), tf.fill(tf.shape(own), step)
-            vectors_here = tf.boolean_mask(vectors, is_own)
-            server.put(tables, {"ids": own, "vectors": vectors_here, "last_steps": last_steps})
+        take_own(server, table, values)
 
 
 def _read(slices: ChosenSlices, table: int, own: dict[str, str]) -> dict[str, np.ndarray]:
-    """Columns of a table, by their names in checkpoints."""
-
     def read(rows: ServerRows, start: tf.Tensor, table: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(rows.device):
             chosen = slices.rows_of(rows, start, table)
             return [rows.stored[column].sparse_read(chosen) for column in own]
 
+    scalars = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
     specs = [slices.columns[column] for column in own]
     # Without rows, a column has its shape, too.
     found = [[np.zeros((0, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in specs]]
     for rows in slices.rows:
-        function = slices.traced(
-            ("read", id(rows.num_rows), tuple(own)),
-            partial(read, rows),
-            tf.TensorSpec([], tf.int64),
-            tf.TensorSpec([], tf.int32),
-        )
+        function = slices.traced(("read", id(rows.num_rows), tuple(own)), partial(read, rows), *scalars)
         for start in range(0, int(rows.num_rows.numpy()), slices.slice_rows):
             tensors = function(tf.constant(start, tf.int64), tf.constant(table))
             found.append([tensor.numpy() for tensor in tensors])

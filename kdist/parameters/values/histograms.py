@@ -30,14 +30,11 @@ def histograms_of(values: NamedValues) -> Callable[[], dict[str, np.ndarray]]:
         if each.name.startswith("parameters/") and each.variable.dtype.is_floating:
             slices[each.name].append(each)
 
-    def find_ranges() -> tf.Tensor:
-        return tf.stack([_range(of_name) for of_name in slices.values()])
-
     def count(ranges: tf.Tensor) -> tf.Tensor:
         before: dict[str, list[tf.Tensor]] = defaultdict(list)
         return tf.stack([_count_all(of_name, ranges[i], before) for i, of_name in enumerate(slices.values())])
 
-    find = tf.function(find_ranges, autograph=False).get_concrete_function()
+    find = tf.function(lambda: tf.stack(list(map(_range, slices.values()))), autograph=False).get_concrete_function()
     counts = tf.function(count, autograph=False).get_concrete_function(tf.TensorSpec([len(slices), 2], tf.float64))
 
     def read() -> dict[str, np.ndarray]:
@@ -80,12 +77,9 @@ def _count_all(slices: Sequence[Slice], limits: tf.Tensor, before: dict[str, lis
 def _count(value: tf.Tensor, limits: tf.Tensor) -> tf.Tensor:
     """The number of elements in each bucket between two limits, float64 `[buckets]`; any if one is infinite."""
     is_known = tf.reduce_all(tf.math.is_finite(limits)) & (limits[0] < limits[1])
-
-    def count() -> tf.Tensor:
-        return tf.cast(tf.histogram_fixed_width(value, limits, _NUM_BUCKETS, tf.int32), tf.float64)
-
-    def last() -> tf.Tensor:
+    return tf.cond(
+        is_known,
+        lambda: tf.cast(tf.histogram_fixed_width(value, limits, _NUM_BUCKETS, tf.int32), tf.float64),
         # Where TensorBoard counts equal elements.
-        return tf.one_hot(_NUM_BUCKETS - 1, _NUM_BUCKETS, dtype=tf.float64) * tf.size(value, tf.float64)
-
-    return tf.cond(is_known, count, last)
+        lambda: tf.one_hot(_NUM_BUCKETS - 1, _NUM_BUCKETS, dtype=tf.float64) * tf.size(value, tf.float64),
+    )

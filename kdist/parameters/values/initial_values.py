@@ -58,8 +58,7 @@ def set_initial_values(
             draw_rows(zero)
 
     if rows_to_draw:
-        zero = tf.constant(0, tf.uint32)
-        tf.function(draw, autograph=False).get_concrete_function(tf.TensorSpec([], tf.uint32))(zero)
+        tf.function(draw, autograph=False)(tf.constant(0, tf.uint32))
     # One after the other: each may be as large as a task can hold.
     for index, devices in others.items():
         _set_whole(names[index], originals[index], devices[0], values)

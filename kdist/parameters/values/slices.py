@@ -27,7 +27,7 @@ from kdist.parameters.placement.messages import cut
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.rows import replace_rows, resizable_variable
 from kdist.parameters.tables.table import Table
-from kdist.parameters.values.named_values import Slice, assign_rows
+from kdist.parameters.values.named_values import Slice, assign_rows, save_whole
 from kdist.storage.tensorflow_paths import open_checkpoint
 
 #: The interval before all others: all rows have changed since.
@@ -71,7 +71,9 @@ class Slices(abc.ABC):
     def __init__(self, devices: Iterable[str]) -> None:
         self.through_chief = False
         self.hosts = list(dict.fromkeys(map(host_of, devices)))
-        self._chief = chief_device()
+        with tf.device("CPU:0"):
+            # By its full name, since each task has a CPU.
+            self._chief = tf.zeros([]).device
         self._functions: dict[Any, Callable[..., Any]] = {}
 
     @abc.abstractmethod
@@ -144,7 +146,8 @@ class FixedSlices(Slices):
         for each in sorted(slices, key=lambda each: (number[id(each.variable)], each.offset)):
             of_devices[each.variable.device].append(each)
         self._groups = {
-            device: cut(own, lambda each: each.num_bytes, StoredShard.slice_bytes) for device, own in of_devices.items()
+            device: cut(own, lambda each: prod(each.own_shape) * each.variable.dtype.size, StoredShard.slice_bytes)
+            for device, own in of_devices.items()
         }
 
     def plan(self, folder: str, label: str) -> WritePlan:
@@ -175,9 +178,7 @@ class FixedSlices(Slices):
         def release() -> None:
             for variable in copies.values():
                 with tf.device(variable.device):
-                    # Of a shape that TensorFlow cannot compare with the variable's.
-                    nothing = tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.dtype), None)
-                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
+                    replace_rows(variable, tf.zeros([0], variable.dtype))
 
         return FixedSlices([replace(each, variable=copies[id(each.variable)]) for each in self._slices]), fill, release
 
@@ -266,7 +267,6 @@ class ChosenSlices(Slices):
         rows: of each server, to be written; without, only snapshots are.
 
     Attributes:
-        names, tables, rows: as given.
         columns: the specs of the columns.
         slice_rows: the number of rows that a server writes or reads at once.
     """
@@ -301,7 +301,9 @@ class ChosenSlices(Slices):
         empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self.names)])) if not total]
         if empty:
             files.append(f"{label}-empty")
-            calls.append(partial(self._save_empty, f"{folder}/{files[-1]}", empty))
+            named = [(self.columns[column], name) for table in empty for column, name in self.names[table].items()]
+            tensors = {n: np.zeros([0, *column.shape[1:]], column.dtype.as_numpy_dtype) for column, n in named}
+            calls.append(partial(save_whole, f"{folder}/{files[-1]}", tensors))
         floats = [name for name in self.columns if self.columns[name].dtype.is_floating]
         checks = [
             partial(self._not_finite, floats, self.traced(("check", server), partial(self._are_finite, rows, floats)))
@@ -321,11 +323,10 @@ class ChosenSlices(Slices):
         def fill(since: tf.Tensor) -> None:
             for table, copy in zip(self.tables, copies):
                 with tf.device(table.device):
-                    chosen = table.chosen(since)
-                    values = {name: column.sparse_read(chosen) for name, column in table.stored.items()}
-                    for name, value in {**values, **table.placed(chosen)}.items():
+                    values = table.changed(since)
+                    for name, value in values.items():
                         replace_rows(copy.stored[name], value)
-                    copy.num_rows.assign(tf.size(chosen, tf.int64))
+                    copy.num_rows.assign(tf.size(values[IDS], tf.int64))
 
         def release() -> None:
             for copy in copies:
@@ -395,24 +396,8 @@ class ChosenSlices(Slices):
         with tf.control_dependencies([saved]), tf.device(self._chief):
             return tf.constant(True)
 
-    def _save_empty(self, prefix: str, tables: Sequence[int]) -> None:
-        named = [(self.columns[column], name) for table in tables for column, name in self.names[table].items()]
-        with tf.device(self._chief):
-            tf.raw_ops.SaveV2(
-                prefix=prefix,
-                tensor_names=[name for _, name in named],
-                shape_and_slices=[""] * len(named),
-                tensors=[tf.zeros([0, *column.shape[1:]], column.dtype) for column, _ in named],
-            )
-
     def _load(
-        self,
-        path: tf.Tensor,
-        names: tf.Tensor,
-        table: tf.Tensor,
-        total: tf.Tensor,
-        start: tf.Tensor,
-        count: tf.Tensor,
+        self, path: tf.Tensor, names: tf.Tensor, table: tf.Tensor, total: tf.Tensor, start: tf.Tensor, count: tf.Tensor
     ) -> None:
         """Lets every server read a slice of a table, and take the rows of its ids."""
         columns = self.columns
@@ -429,7 +414,7 @@ class ChosenSlices(Slices):
                 )
                 ids = tf.ensure_shape(ids, [None])
 
-            def load(holder: Table | EvictedRows = holder, ids: tf.Tensor = ids) -> tf.Tensor:
+            def load(holder: Table | EvictedRows = holder) -> tf.Tensor:
                 with tf.device(self._writer_of(holder.device)):
                     read = tf.raw_ops.RestoreV2(
                         prefix=path,
@@ -437,14 +422,12 @@ class ChosenSlices(Slices):
                         shape_and_slices=tf.stack(list(specs.values())),
                         dtypes=list(dtypes.values()),
                     )
-                with tf.device(holder.device):
-                    is_own = holder.keys_here(ids, table)
                     values = {
-                        column: tf.boolean_mask(tf.ensure_shape(of_column, [None, *columns[column].shape[1:]]), is_own)
+                        column: tf.ensure_shape(of_column, [None, *columns[column].shape[1:]])
                         for column, of_column in zip(dtypes, read)
                     }
-                    holder.take(table, values)
-                    return tf.constant(True)
+                take_own(holder, table, values)
+                return tf.constant(True)
 
             if self.through_chief:
                 load()
@@ -462,6 +445,13 @@ class ChosenSlices(Slices):
             num_rows = rows.num_rows.read_value()
             initial = [tf.zeros([], tf.int64), tf.ones([len(columns)], tf.bool)]
             return tf.while_loop(lambda start, _: start < num_rows, check, initial, parallel_iterations=1)[1]
+
+
+def take_own(holder: Table | EvictedRows, table: tf.Tensor, values: Mapping[str, tf.Tensor]) -> None:
+    """Lets a holder take those of rows of a table, by column, that belong there; traced."""
+    with tf.device(holder.device):
+        is_own = holder.keys_here(values[IDS], table)
+        holder.take(table, {column: tf.boolean_mask(of_column, is_own) for column, of_column in values.items()})
 
 
 def is_finite(value: np.ndarray) -> bool:
@@ -492,8 +482,7 @@ def _assign(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
     """Sets slices that are next to each other, in place."""
     variable = run[0].variable
     places = [each.place_in(variable.shape) for each in run]
-    parts = [tf.reshape(value, [-1, *variable.shape[1:]]) for value in values]
-    joined = tf.concat(parts, 0) if len(run) > 1 else parts[0]
+    joined = tf.concat([tf.reshape(value, [-1, *variable.shape[1:]]) for value in values], 0)
     if _cover(places, variable):
         return variable.assign(tf.reshape(joined, variable.shape), read_value=False)
     return assign_rows(variable, places[0].start, places[-1].stop, joined)
@@ -520,12 +509,6 @@ def _are_finite(device: str, variables: Sequence[tf.Variable]) -> tf.Tensor:
 def host_of(device: str) -> str:
     """The CPU of the task that has a device."""
     return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
-
-
-def chief_device() -> str:
-    """The device of this process by its full name, since each task has a CPU."""
-    with tf.device("CPU:0"):
-        return tf.zeros([]).device
 
 
 def _slice_spec(row_shape: Any, total: tf.Tensor, start: tf.Tensor, count: tf.Tensor) -> tf.Tensor:

@@ -17,11 +17,11 @@ from kdist.log import warn
 from kdist.model.names import CHANGED_IDS, EVICTED, FOLLOWS, dynamic_names
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.parameters.tables.dynamic_table import IDS, TABLES, EvictedRows
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.dynamic_values import DynamicValues
-from kdist.parameters.values.named_values import NamedValues
-from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, chief_device, is_finite, refuse
+from kdist.parameters.values.named_values import NamedValues, save_whole
+from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, is_finite, refuse
 from kdist.storage.tensorflow_paths import literal_path, open_checkpoint
 
 
@@ -57,13 +57,12 @@ class ValueFiles:
     ) -> None:
         self._values, self._intervals = values, intervals
         self._dynamic = DynamicValues([]) if dynamic is None else dynamic
-        self._chief = chief_device()
         changed: list[ChosenSlices] = []
         by_rows = set[str]()
         self._evicted: list[EvictedRows] = []
         for names, tables in groups:
             # First: an id that was evicted may have come again.
-            if evicted := [table.evicted for table in tables if table.evicted is not None]:
+            if evicted := [table.evicted for table in tables if isinstance(table, DynamicTable)]:
                 self._evicted += evicted
                 changed.append(ChosenSlices([{IDS: f"{EVICTED}{name}"} for name in names], evicted))
             columns = [name for name in tables[0].stored if name not in (IDS, TABLES)]
@@ -98,12 +97,7 @@ class ValueFiles:
         return ended
 
     def begin_save(
-        self,
-        prefix: Path,
-        others: Mapping[str, np.ndarray],
-        since: DeltaBase | None = None,
-        *,
-        copies: bool = True,
+        self, prefix: Path, others: Mapping[str, np.ndarray], since: DeltaBase | None = None, *, copies: bool = True
     ) -> Callable[[], None]:
         """Prepares a checkpoint.
 
@@ -128,7 +122,7 @@ class ValueFiles:
         folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
         folder.mkdir()
         follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
-        self._write(folder / "others", {**others, **follows})
+        save_whole(str(folder / "others"), {**others, **follows})
         self._look_for(folder / "others.index")
         # Functions are traced here, because another thread may not trace any.
         plan = WritePlan()
@@ -137,8 +131,8 @@ class ValueFiles:
             plan += source.plan(str(folder), f"{number}")
         return partial(self._write_parts, prefix, folder, plan + WritePlan(["others"]), copied)
 
-    def restore(self, path: Path) -> None:
-        """Reads all values from a checkpoint except values with copies.
+    def restore(self, path: Path, deltas: Sequence[Path] = ()) -> None:
+        """Reads all values from a checkpoint and its deltas, except values with copies.
 
         Raises:
             tf.errors.OpError: it is damaged; some values may have been read all the same.
@@ -147,14 +141,12 @@ class ValueFiles:
             reader = open_checkpoint(path)
             names = self._values.shapes.keys() - self._values.copies.keys()
             self._values.write({name: reader.get_tensor(name) for name in names})
-            return
-        self._restore(path, self._whole[:1])
-        self._dynamic.clear()
-        self._restore(path, self._whole[1:])
-
-    def restore_delta(self, path: Path) -> None:
-        """Reads a delta of the checkpoint that was restored last, as `restore`."""
-        self._restore(path, self._delta)
+        else:
+            self._restore(path, self._whole[:1])
+            self._dynamic.clear()
+            self._restore(path, self._whole[1:])
+        for delta in deltas:
+            self._restore(delta, self._delta)
 
     @property
     def _are_small(self) -> bool:
@@ -178,7 +170,7 @@ class ValueFiles:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             plan.write()
-            with tf.device(self._chief):
+            with tf.device("CPU:0"):
                 tf.raw_ops.MergeV2Checkpoints(
                     checkpoint_prefixes=[str(folder / name) for name in plan.files],
                     destination_prefix=str(literal_path(prefix)),
@@ -199,16 +191,7 @@ class ValueFiles:
     def _write_small(self, prefix: Path, values: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> None:
         """Writes values that have travelled to the chief."""
         refuse([name for name, value in values.items() if not is_finite(value)])
-        self._write(prefix, {**values, **others})
-
-    def _write(self, prefix: Path, values: Mapping[str, np.ndarray]) -> None:
-        with tf.device(self._chief):
-            tf.raw_ops.SaveV2(
-                prefix=str(literal_path(prefix)),
-                tensor_names=list(values),
-                shape_and_slices=[""] * len(values),
-                tensors=[tf.constant(value) for value in values.values()],
-            )
+        save_whole(str(literal_path(prefix)), {**values, **others})
 
     def _look_for(self, path: Path) -> None:
         """Finds out whether all tasks see a file of the chief, and warns if they do not."""

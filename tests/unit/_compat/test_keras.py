@@ -82,7 +82,7 @@ def test_the_loss_is_that_of_fit_and_is_tracked() -> None:
     loss = compat.compute_loss(made, x, y, y_pred, None, training=False)
     assert float(loss) == pytest.approx(made.evaluate(x, y, verbose=0)[0], rel=1e-5)
     made.reset_metrics()
-    compat.track_loss(made, loss, 4)
+    compat.loss_tracker(made).update_state(loss, sample_weight=4)
     total, count = compat.loss_tracker(made).variables
     assert float(total.numpy()) == pytest.approx(4 * float(loss), rel=1e-5)
     assert float(count.numpy()) == 4

@@ -8,26 +8,27 @@ import python_data
 import tensorflow as tf
 from python_data import BATCH, Batches
 
-from kdist._compat.keras_data import PythonBatches, as_tensor, is_scipy_sparse, is_torch_dataloader
+from kdist._compat.keras_data import as_tensor, get_data_adapter, is_scipy_sparse, is_torch_dataloader
 
 
 def test_the_batches_of_a_pass_and_their_types() -> None:
     data = Batches(3)
-    batches = PythonBatches(data, None, None, None, False)
-    x, y = batches.element_spec
+    adapter = get_data_adapter(data, shuffle=False)
+    x, y = adapter.get_tf_dataset().element_spec
     assert (x.shape.as_list(), x.dtype, y.shape.as_list(), y.dtype) == ([None, 6], tf.float32, [None], tf.int64)
-    assert batches.num_batches == 3
-    batches.begin_pass()
-    assert [len(y) for _, y in batches.one_pass()] == [BATCH] * 3
-    batches.end_pass()
+    assert adapter.num_batches == 3
+    adapter.on_epoch_begin()
+    assert [len(y) for _, y in adapter.get_numpy_iterator()] == [BATCH] * 3
+    adapter.on_epoch_end()
     assert (data.calls[0], data.calls[-1]) == (0, "end")
 
 
 def test_threads_of_a_pass_that_is_not_read_to_its_end_are_ended() -> None:
-    batches = PythonBatches(Batches(7, workers=2), None, None, None, False)
-    batches.begin_pass()
-    next(batches.one_pass())
-    batches.stop()
+    adapter = get_data_adapter(Batches(7, workers=2), shuffle=False)
+    adapter.get_tf_dataset()
+    adapter.on_epoch_begin()
+    next(iter(adapter.get_numpy_iterator()))
+    adapter.enqueuer.stop()
 
 
 def test_sparse_matrices_become_sparse_tensors() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from kdist.cluster.local import cores_of, thread_budget
+from kdist.cluster.local import share_of_machine
 from kdist.cluster.spec import CHIEF, ClusterShape, ClusterSpec, Task
 from kdist.errors import ConfigError
 
@@ -50,15 +50,15 @@ def test_tasks_have_roles_addresses_and_devices() -> None:
 @pytest.mark.parametrize(("num_workers", "cores", "intra_op"), [(2, 2, 1), (4, 2, 1), (2, 8, 4), (1, 16, 16)])
 def test_workers_share_the_cores(num_workers: int, cores: int, intra_op: int) -> None:
     shape = ClusterShape(1, num_workers)
-    assert thread_budget("worker", shape, cores)[0] == intra_op
+    assert share_of_machine(Task("worker", 0), shape, range(cores))[0] == intra_op
     # A single inter-op thread could wait for itself.
-    assert all(thread_budget(job, shape, cores)[1] >= 2 for job in ("ps", "worker"))
+    assert all(share_of_machine(Task(job, 0), shape, range(cores))[1] >= 2 for job in ("ps", "worker"))
 
 
 def test_tasks_keep_to_a_core_where_workers_have_no_more_than_one_each() -> None:
     shape = ClusterShape(2, 2)
     tasks = [Task("ps", 0), Task("ps", 1), Task("worker", 0), Task("worker", 1)]
-    assert [cores_of(task, shape, [4, 7]) for task in tasks] == [[4], [7], [4], [7]]
-    assert [cores_of(task, shape, [4]) for task in tasks] == [[4]] * 4
+    assert [share_of_machine(task, shape, [4, 7])[2] for task in tasks] == [[4], [7], [4], [7]]
+    assert [share_of_machine(task, shape, [4])[2] for task in tasks] == [[4]] * 4
     # With a core to spare the system does better.
-    assert [cores_of(task, shape, [4, 7, 9]) for task in tasks] == [None] * 4
+    assert [share_of_machine(task, shape, [4, 7, 9])[2] for task in tasks] == [None] * 4

@@ -16,6 +16,14 @@ BOMBS = {
     "references": "model: ${a60}\na0: x\n" + "".join(f"a{i}: ${{a{i - 1}}}${{.a{i - 1}}}\n" for i in range(1, 61)),
     "references in lists": "a0: x\nmodel: ${a30}\n"
     + "".join(f"a{i}: ['${{a{i - 1}}}', '${{oc.select:a{i - 1}}}', '${{..a{i - 1}}}']\n" for i in range(1, 31)),
+    "indices with a sign": "a0: [x]\nmodel: ${a40.0}\n"
+    + "".join(f"a{i}: ['${{a{i - 1}.+0}}${{a{i - 1}.0_0}}']\n" for i in range(1, 41)),
+    "keys of two types": "a0: {'1': x}\nmodel: ${a40.1}\n"
+    + "".join(f"a{i}: {{1: y, '1': '${{a{i - 1}.1}}${{a{i - 1}.1}}'}}\n" for i in range(1, 41)),
+    "computed keys": "a0: x\nmodel: ${a40}\nn0: a0\n"
+    + "".join(f"a{i}: '${{${{n{i - 1}}}}}${{oc.select:${{n{i - 1}}}}}'\nn{i}: a{i}\n" for i in range(1, 41)),
+    "selected keys": "a0: x\nmodel: ${a40}\nn0: a0\n"
+    + "".join(f"a{i}: '${{oc.select:${{n{i - 1}}}}}${{oc.select:a{i - 1}}}'\nn{i}: a{i}\n" for i in range(1, 41)),
 }
 
 
@@ -23,7 +31,7 @@ BOMBS = {
 def test_a_record_that_would_use_up_the_machine_is_refused_at_once(content: str, tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml (has|is nested)|refers to others|stands for more than"):
+    with pytest.raises(ConfigError, match=r"config\.yaml (has|is nested)|refers to|stands for more than"):
         check_record(read_record(tmp_path / ".hydra" / "config.yaml"))
 
 
@@ -32,6 +40,17 @@ def test_a_record_that_refers_to_itself_here_and_there_is_read(tmp_path: Path) -
     (tmp_path / "config.yaml").write_text(content)
     check_record(config := read_record(tmp_path / "config.yaml"))
     assert "${" in OmegaConf.to_container(config)["run"]["dir"]  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize("units", ["${sizes.${size}}", "${sizes.${.size}}", "${oc.select:none,${sizes.small}}"])
+def test_a_choice_by_another_key_is_read_unless_that_is_computed_too(units: str, tmp_path: Path) -> None:
+    config = OmegaConf.create({"size": "small", "sizes": {"small": 16}, "model": {"units": units}})
+    if ".size}" in units:
+        with pytest.raises(ConfigError, match=r"model\.units=.*: refers to a key that is computed; write it out"):
+            check_record(config)
+        return
+    check_record(config)
+    assert config.model.units == 16
 
 
 def test_values_are_resolved_and_those_of_the_environment_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import needs_keras_3_13
 
-from kdist._compat.keras_state import ProgramSettings
+from kdist._compat.keras_state import register, registered_objects, set_here, settings_here
 from kdist.data.pickling import dumps, loads, pack_program, unpack_program
 from kdist.threads import in_thread
 
@@ -82,9 +83,10 @@ def test_functions_of_a_model_arrive_wherever_they_stand() -> None:
 
 @pytest.fixture
 def settings_come_back() -> Iterator[None]:
-    before = ProgramSettings.here()
+    settings, objects = settings_here(), registered_objects()
     yield
-    before.set()
+    set_here(*settings)
+    register(objects)
     keras.config.set_dtype_policy("float32")
     keras.config.enable_traceback_filtering()
     keras.saving.get_custom_objects().pop("mine>Twice", None)
@@ -129,6 +131,7 @@ def test_settings_of_keras_travel_with_a_program() -> None:
     assert keras.saving.get_registered_object("mine>Twice").__name__ == "Twice"
 
 
+@needs_keras_3_13
 @pytest.mark.usefixtures("settings_come_back")
 def test_a_thread_that_is_waited_for_has_the_settings_and_seeds_of_this_one() -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -131,7 +131,7 @@ def test_validation_data_of_the_same_kinds(run_dir: Path) -> None:
 
 @pytest.mark.long
 def test_a_generator_that_ends_too_early_ends_training_with_a_warning(run_dir: Path) -> None:
-    with pytest.warns(UserWarning, match=r"training ends at step 7 with the generator generator, which ran out"):
+    with pytest.warns(UserWarning, match=r"can be read once, and ended in epoch 2 of 3 at step 7"):
         trainer, history = fit(python_data.generator(), run_dir, epochs=3, steps_per_epoch=5)
     assert (trainer.result.global_step, trainer.result.status) == (7, "done")
     assert history.epoch == [0, 1]

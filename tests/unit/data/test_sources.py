@@ -270,6 +270,9 @@ def test_validation_split_takes_the_end_as_keras_does() -> None:
     assert list(y_val) == [-8, -9]
     assert len(x) == len(y) == 8
     assert weight is None
+    optional, _ = split_validation({"a": None, "b": numbers(10)}, numbers(10), None, 0.2)
+    assert optional[0]["a"] is None
+    assert len(optional[0]["b"]) == 8
 
 
 def test_shipped_mnist_is_real_and_small() -> None:

@@ -50,7 +50,7 @@ class Notebook(Tracker):
 
 
 def run(tracker: Tracker, run_dir: Path) -> list[str]:
-    """One run as the tracker sees it; the warnings."""
+    """One run as the tracker sees it; kdist's warnings."""
     session: Any = SimpleNamespace(global_step=100, learning_rate=lambda: 0.5)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -58,7 +58,8 @@ def run(tracker: Tracker, run_dir: Path) -> list[str]:
         tracker.after_logging(session, {"loss": 2.0, "each": [0.0, 1.0]}, 50.0)
         tracker.after_validation(session, {"loss": 3.0})
         tracker.after_fit(Result(status="done"))
-    return [str(warning.message) for warning in said]
+    # Trackers have their own, which differ with their versions.
+    return [str(warning.message) for warning in said if str(warning.message).startswith("kdist: ")]
 
 
 def test_what_is_sent_in_its_order(tmp_path: Path) -> None:

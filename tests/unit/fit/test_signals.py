@@ -130,7 +130,7 @@ def test_a_stop_signal_before_the_config_is_read_ends_the_command_line(is_replac
         f"        {'found += 1' if is_replaced else 'pass'}\n"
         "    with signals.StopSignals(None, 30):\n"
         "        print('trains')\n"
-        "train._run_hydra = run\n"
+        "train._run_once = run\n"
         "cli.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -64,7 +64,7 @@ def test_the_session_ends_when_nothing_more_comes() -> None:
 
 
 def test_reading_continues_where_the_checkpoint_of_the_step_was() -> None:
-    for state, restored in (("that", ["that"]), (None, [])):
+    for state, restored in (("that", ["that"]), (None, [None])):
         splits = Waited()
         Arrivals(splits).after_create_session(session_of([], state))  # type: ignore[arg-type]
         assert splits.restored == restored

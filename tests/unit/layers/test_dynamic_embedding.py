@@ -120,6 +120,18 @@ def test_several_layers_lookups_and_kinds_of_ids_train_together(run_dir: Path) -
     assert set(model.words.ids) == set(model.words.as_keys(tf.constant(["a", "b", "c", ""])).numpy())
 
 
+class Mask(layers.Layer):
+    def call(self, x: Any, mask: Any = None) -> Any:
+        return mask
+
+
+@pytest.mark.parametrize(("key_dtype", "ids"), [("int64", [[1, 0], [2, 3]]), ("string", [["a", ""], ["b", "c"]])])
+def test_padding_is_masked_in_a_functional_model(key_dtype: Any, ids: list[Any]) -> None:
+    inputs = keras.Input((2,), dtype=key_dtype)
+    model = keras.Model(inputs, Mask()(DynamicEmbedding(DIM, key_dtype, mask_zero=True)(inputs)))
+    assert model(tf.constant(ids)).numpy().tolist() == [[True, False], [True, True]]
+
+
 def test_a_run_resumes_and_the_checkpoint_is_one_of_tensorflow(run_dir: Path) -> None:
     x, y = data()
     options = {"batch_size": 16, "shuffle": False, "verbose": 0}

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import needs_keras_3_13
 from keras import layers, ops
 
 import kdist
@@ -181,6 +182,7 @@ class TakesOptional(keras.Model):
         return self.dense(x if optional is None else x + optional)
 
 
+@needs_keras_3_13
 @pytest.mark.parametrize("loss", ["mse", summed])
 def test_an_optional_input_may_be_none_and_the_first(loss: Any, run_dir: Path) -> None:
     model = TakesOptional()

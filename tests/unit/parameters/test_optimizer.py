@@ -79,7 +79,7 @@ def test_rows_that_are_added_to_are_marked() -> None:
     table = table_of(variable, on_each([""], 1, tf.int32)[0])
     rows = RowOptimizer(optimizer, "", variable, variable, table)
     rows.apply(tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 3], tf.int64)), tf.constant(0, tf.int64))
-    np.testing.assert_array_equal(table.chosen(tf.constant(0)), [1, 3])
+    np.testing.assert_array_equal(table.changed(tf.constant(0))["ids"], [1, 3])
 
 
 def test_an_update_that_fails_leaves_the_rows_to_the_next_one() -> None:

@@ -630,10 +630,10 @@ def test_those_who_look_for_a_chief_at_once_do_not_disturb_each_other(storage: t
     def another_look(operation: str, name: str) -> None:
         if operation == "modified" and name != ".lock":
             storage.fault = None
-            assert RunLock(ObjectStorage(URL, NO_WAIT)).living_owner() is not None
+            assert RunLock(ObjectStorage(URL, NO_WAIT)).living() is not None
 
     storage.fault = another_look
-    assert RunLock(ObjectStorage(URL, NO_WAIT)).living_owner() is not None
+    assert RunLock(ObjectStorage(URL, NO_WAIT)).living() is not None
     assert list(objects()) == []
 
 

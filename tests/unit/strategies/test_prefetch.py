@@ -9,7 +9,7 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.data.base import iterator_spec
+from kdist.data.base import iterator_spec, make_dataset
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.parameter_server import PrefetchTuner
@@ -71,7 +71,7 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     store = store_of(training)
     make = training.trace_dataset()
     calls = UnrolledCalls(training.replica_step, store, iterator_spec(make), num_ahead=prefetch)
-    logs = calls.logs.unpack(calls.function(STEPS)(iter(training.make_dataset(make, 0, 0, 1))).numpy())
+    logs = calls.logs.unpack(calls.function(STEPS)(iter(make_dataset(make, training.spec.data, 0, 1, 0))).numpy())
     assert logs.staleness.tolist() == [min(step, prefetch) for step in range(STEPS)]
     found = store.values.read()
     table, kernel = expected(prefetch)
@@ -82,7 +82,7 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
 def tried(rates: dict[int, float]) -> tuple[list[int], str]:
     """What a tuner uses, one after the other, if training is as fast as `rates` says for each; why it ends."""
     tuner, used = PrefetchTuner(), [0]
-    while not tuner.is_done:
+    while not tuner.why:
         if tuner.observe(round(rates[tuner.prefetch]), 1.0):
             used.append(tuner.prefetch)
     return used, tuner.why

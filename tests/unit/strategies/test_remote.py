@@ -14,9 +14,7 @@ from kdist.cluster.processes.child import Child
 from kdist.config.schema import ClusterConfig
 from kdist.data.pickling import dumps, loads
 from kdist.errors import ClusterError, ConfigError
-from kdist.strategies.multi_worker_mirrored import RUN, SHARE
 from kdist.strategies.remote import Processes, limit_waits
-from kdist.strategies.remote_main import commands
 
 
 class Ended:
@@ -36,7 +34,7 @@ class Ended:
 
 def ended(folder: Path, *codes: int, left: dict[int, BaseException]) -> Processes:
     """Processes that have ended, some of which have sent an error before."""
-    processes: Any = Processes(len(codes), 0, ClusterConfig("2w"), folder)
+    processes: Any = Processes(len(codes), 0, ClusterConfig("2w"), join=True)
     for index, code in enumerate(codes):
         here, there = Pipe()
         if index in left:
@@ -89,7 +87,7 @@ class Alive(Ended):
 
 
 def test_a_worker_that_takes_no_message_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    processes: Any = Processes(2, 0, ClusterConfig("2w", step_timeout=1), tmp_path)
+    processes: Any = Processes(2, 0, ClusterConfig("2w", step_timeout=1), join=True)
     ends = [Pipe() for _ in range(2)]
     for index, (here, _) in enumerate(ends):
         processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
@@ -101,7 +99,7 @@ def test_a_worker_that_takes_no_message_is_named_and_not_waited_for(tmp_path: Pa
 
 
 def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_does_alone(tmp_path: Path) -> None:
-    processes: Any = Processes(2, 0, ClusterConfig("2w"), tmp_path)
+    processes: Any = Processes(2, 0, ClusterConfig("2w"), join=True)
     ends = [Pipe() for _ in range(2)]
     for index, (here, _) in enumerate(ends):
         processes._children.append(Child(partial(Alive, 0), tmp_path / f"worker-{index}.log"))
@@ -115,6 +113,6 @@ def test_all_workers_are_told_what_they_take_part_in_and_worker_0_alone_what_it_
     assert processes.call_all("run", 1, None) == 3
     told = [loads(of_chief.recv_bytes()) for _ in range(4)]
     assert [name for name, _ in told] == ["run", "of_values", "share", "run"]
-    for here, _ in ends:
-        here.close()
-    assert list(commands(of_other)) == [(RUN, 4), (SHARE, 0), (RUN, 1)]
+    told_too = [loads(of_other.recv_bytes()) for _ in range(3)]
+    assert told_too == [("run", (4, None)), ("share", ()), ("run", (1, None))]
+    assert not of_other.poll()

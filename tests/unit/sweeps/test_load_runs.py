@@ -14,8 +14,8 @@ import kdist
 from kdist.cli.main import run
 from kdist.errors import ConfigError
 from kdist.run.metrics_file import MetricsFile
-from kdist.sweeps.groups import Spread, list_text
-from kdist.sweeps.load import runs_folder, runs_in
+from kdist.sweeps.groups import Group, Spread, list_text
+from kdist.sweeps.load import runs_below
 
 COLUMNS = ["run", "status", "strategy", "cluster", "seed"]
 SPEED = ["steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers"]
@@ -122,8 +122,8 @@ def test_runs_on_object_storage() -> None:
     try:
         for name in ("s/2", "s/10", "s/2/best", "one"):
             files.pipe(f"/bucket/{name}/result.json", json.dumps(record()).encode())
-        assert [row["run"] for row in runs_in(runs_folder("memory://bucket/s")).rows] == ["2", "10"]
-        assert [row["run"] for row in runs_in(runs_folder("memory://bucket/one")).rows] == ["one"]
+        assert [row["run"] for row in runs_below("memory://bucket/s").rows] == ["2", "10"]
+        assert [row["run"] for row in runs_below("memory://bucket/one").rows] == ["one"]
     finally:
         MemoryFileSystem.store.clear()
 
@@ -231,6 +231,9 @@ def test_values_of_a_row(values: list[Any], text: str) -> None:
 
 
 def test_spreads() -> None:
-    assert Spread.of([None, float("nan")]) is None
-    assert Spread.of([2.0]) == Spread(2.0, None)
-    assert str((Spread.of([1000.0, 3000.0]) or Spread(0, None)).text(".1f")) == "2000.0 ± 1414"
+    def of(*values: float | None) -> Group:
+        return Group({}, [{"status": "done", "x": value} for value in values])
+
+    assert of(None, float("nan")).spread("x") is None
+    assert of(2.0).spread("x") == Spread(2.0, None)
+    assert [of(*values).text("x", ".1f") for values in ([], [2.0], [1000.0, 3000.0])] == ["", "2.0", "2000.0 ± 1414"]

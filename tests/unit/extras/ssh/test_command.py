@@ -43,8 +43,9 @@ def test_a_script_runs_with_its_arguments() -> None:
         ("-H h1:4 -- -m cluster=2ps2w", "-m: a sweep starts one cluster after another"),
         ("-H h1:4 -- train.py", "--cluster is not given: say how many tasks the script has"),
         ("-H h1:4 --cluster 2ps2w -- +recipe=mnist", "--cluster 2ps2w: is for scripts"),
-        ("-H h1:4 --port 0 -- cluster=2ps2w", "--port 0: must be from 1 to 65535"),
-        ("-H h1:4 --patience 0 -- cluster=2ps2w", "--patience 0: must be more than 0"),
+        ("-H h1:4 --port 0 -- cluster=2ps2w", "--port=0: must be a port, from 1 to 65535"),
+        ("-H h1:4 --patience 0 -- cluster=2ps2w", "--patience=0: must be more than 0"),
+        ("-H h1:4 --connect-timeout nan -- cluster=2ps2w", "--connect-timeout=nan: must be more than 0"),
         ("-H h1:4 --patience soon -- cluster=2ps2w", "invalid float value: 'soon'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,8 +23,8 @@ class Connection:
     def __init__(self) -> None:
         self.signals: list[int] = []
 
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
+    def tell(self, *, signal: int) -> None:
+        self.signals.append(signal)
 
 
 def watch(*given: Event, grace_secs: float = 60) -> tuple[int, list[int]]:
@@ -84,6 +85,21 @@ def test_after_a_second_signal_tasks_have_little_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launcher, "SAME_SIGNAL_SECS", -1.0)
     monkeypatch.setattr(launcher, "_SECOND_SIGNAL_SECS", 0.05)
     assert watch(signal.SIGTERM, signal.SIGTERM) == (143, [signal.SIGTERM, signal.SIGTERM])
+
+
+def test_sigterm_at_a_time_limit_is_no_second_signal_after_the_one_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "SAME_SIGNAL_SECS", -1.0)
+    monkeypatch.setattr(launcher, "_SECOND_SIGNAL_SECS", 0.05)
+    events: SimpleQueue[Event] = SimpleQueue()
+    connections: dict[Host, Any] = {H1: Connection(), H2: Connection()}
+    for event in (signal.SIGUSR1, signal.SIGTERM):
+        events.put(event)
+    saved = threading.Timer(0.3, lambda: list(map(events.put, ended(143, 0, 0))))
+    saved.start()
+    # They have saved, and were not killed, which is code 143 as well.
+    tasks = launcher._Tasks(TASKS, connections, 60)
+    assert tasks.watch(events) == 143
+    assert not saved.is_alive()
 
 
 def test_signals_that_were_ignored_before_stay_ignored() -> None:

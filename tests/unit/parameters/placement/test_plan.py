@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kdist.config.schema import PLACEMENT_POLICIES, ServerOptions
 from kdist.errors import ConfigError
-from kdist.parameters.placement.plan import PlacementPlan, Variable, servers_for, splits
+from kdist.parameters.placement.plan import PlacementPlan, Variable, servers_for
 from kdist.parameters.placement.plan import place as place_by
 
 SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tuple), min_size=1, max_size=25)
@@ -73,7 +73,8 @@ def test_every_row_of_every_variable_is_on_one_server(
         assert [row for start, stop in bounds for row in range(start, stop)] == list(range(whole.num_rows))
         assert all(0 <= shard.server < num_servers for shard in shards)
         options = ServerOptions(placement=policy, partition_min_bytes=partition_min_bytes)
-        is_large = splits(options) and whole.can_be_cut and whole.value_bytes > partition_min_bytes
+        splits = options.placement in ("partitioned", "auto")
+        is_large = splits and whole.can_be_cut and whole.value_bytes > partition_min_bytes
         num_used, _ = servers_for(given_variables, num_servers, options)
         assert len(shards) == (min(num_used, whole.num_rows) if is_large else 1)
 

@@ -14,8 +14,7 @@ import tensorflow as tf
 from kdist.layers import Admission, DynamicEmbedding, Eviction
 from kdist.layers.initial_rows import RowInitializer
 from kdist.model.embedding_lookup import TableGroup
-from kdist.parameters.tables.admission import CountMinSketch
-from kdist.parameters.tables.dynamic_table import DynamicTable, key_shifts, server_of
+from kdist.parameters.tables.dynamic_table import CountMinSketch, DynamicTable, key_shifts, server_of
 from kdist.parameters.tables.rows import set_rows
 
 DIM = 3

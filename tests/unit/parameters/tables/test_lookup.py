@@ -15,7 +15,7 @@ from keras import layers
 
 import kdist
 from kdist.config.schema import ServerOptions
-from kdist.data.base import iterator_spec
+from kdist.data.base import iterator_spec, make_dataset
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model import replica_step
 from kdist.model.embedding_lookup import TableGroup, group_tables
@@ -68,7 +68,7 @@ def store_of(training: PreparedTraining, num_servers: int) -> ParameterStore:
 def train(training: PreparedTraining, store: ParameterStore, steps: int = 6) -> dict[str, np.ndarray]:
     make = training.trace_dataset()
     call = UnrolledCalls(training.replica_step, store, iterator_spec(make)).function(steps)
-    call(iter(training.make_dataset(make, 0, 0, 1)))
+    call(iter(make_dataset(make, training.spec.data, 0, 1, 0)))
     return store.values.read()
 
 

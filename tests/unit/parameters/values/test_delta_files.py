@@ -14,7 +14,6 @@ import tensorflow as tf
 from keras import layers
 
 import kdist
-from kdist._compat.tensorflow import IteratorSpec
 from kdist.config.schema import ServerOptions
 from kdist.errors import CheckpointError, NonFiniteError
 from kdist.hooks import CheckpointSaver
@@ -76,7 +75,7 @@ class Servers:
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self._element = prepared.trace_dataset().structured_outputs.element_spec
         self._seeds = np.zeros((len(prepared.replica_step.seeds), 2), np.uint32)
-        self._call = UnrolledCalls(prepared.replica_step, self.store, IteratorSpec(self._element)).function(1)
+        self._call = UnrolledCalls(prepared.replica_step, self.store, tf.data.IteratorSpec(self._element)).function(1)
         self._batch = batch
         self.since: DeltaBase | None = None
 

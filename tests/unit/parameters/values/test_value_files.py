@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from kdist.errors import NonFiniteError
 from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.messages import Wire
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.threads import in_thread
@@ -45,7 +46,6 @@ def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValue
     parts["parameters/kernel"] = [StoredShard(vector, 0, kernel.shape)]
     parts["parameters/bias"] = [StoredShard(vector, 200, bias.shape)]
     copies = [tf.Variable(whole["global_step"]), tf.Variable(whole["global_step"])]
-    parts["global_step"] = [StoredShard.whole(copies[0])]
     return NamedValues(parts, {"global_step": copies})
 
 
@@ -169,3 +169,14 @@ def test_tasks_that_do_not_see_the_files_send_them_through_the_chief(
     with pytest.warns(UserWarning, match="through the chief"):
         ValueFiles(values).restore(path)
     np.testing.assert_array_equal(values.read()["parameters/table"], WHOLE["parameters/table"])
+
+
+def test_small_values_travel_in_tensors_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wire, "max_bytes", 100)
+    variables = {f"parameters/{i}": tf.Variable(np.full(10, i, np.float32)) for i in range(5)}
+    values = NamedValues({name: [StoredShard.whole(variable)] for name, variable in variables.items()}, {})
+    assert [tensor.shape.num_elements() for tensor in values._fuse_small()] == [20, 20, 10]
+    found = values.read()
+    assert found.keys() == variables.keys()
+    for name, variable in variables.items():
+        np.testing.assert_array_equal(found[name], variable.numpy(), err_msg=name)

@@ -1,4 +1,4 @@
-"""`FeedFn`: external values for each step. After `tf.compat.v1.train.FeedFnHook`."""
+"""Hooks that call a function of the user. After `FeedFnHook` and `FinalOpsHook` of `tf.compat.v1.train`."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ class FeedFn(Hook):
 
     def idle_in(self, step: int) -> int | None:
         return self.due_in(step)
+
+
+class FinalOps(Hook):
+    """Calls a function at the end of training, while the tasks still run.
+
+    Args:
+        final_ops: `session -> anything`; `session.read()` returns the final values.
+
+    Attributes:
+        final_ops_values: the result; None before.
+    """
+
+    def __init__(self, final_ops: Callable[[Session], Any]) -> None:
+        self._final_ops = final_ops
+        self.final_ops_values: Any = None
+
+    def begin(self, session: Session) -> None:
+        self.final_ops_values = None
+
+    def end(self, session: Session) -> None:
+        self.final_ops_values = self._final_ops(session)

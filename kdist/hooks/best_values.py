@@ -1,12 +1,12 @@
-"""`EarlyStopping`: ends training that no longer improves. After `keras.callbacks.EarlyStopping`, by validations.
+"""Hooks that compare a metric of validations: `EarlyStopping` and `BestCheckpoint`, with their base `MonitoringHook`.
 
-`MonitoringHook` is the base of all hooks that compare the values of validations. The best values are kept in a
-checkpoint, which parameter servers write and read themselves: they never pass the chief.
+The best values are kept in a checkpoint, which parameter servers write and read themselves: they never pass the chief.
 """
 
 from __future__ import annotations
 
 import abc
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kdist.config.checks import check_one_of, check_whole_number
 from kdist.console import lines
-from kdist.errors import ConfigError
+from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.progressive_validation import PREFIX, ProgressiveValidation
+from kdist.log import warn
 from kdist.run.statistics import mode_of
+from kdist.storage.files import write_whole
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints
+
+_RECORD = "validation.json"
 
 
 class MonitoringHook(Hook, abc.ABC):
     """Judges one metric of each validation or progressive validation, and keeps its best value.
 
-    Args:
-        metric: `loss`, or the name of a metric as validation reports it; with `progressive_` before it, as
-            `ProgressiveValidation` reports it.
-        mode: the better values, `min` or `max`; `auto` asks the metric.
-        min_delta: the smallest improvement that counts; at least 0.
+    The arguments are those of `EarlyStopping`.
 
     Attributes:
         best: the best value so far; None before the first.
@@ -111,7 +111,7 @@ class MonitoringHook(Hook, abc.ABC):
 
 
 class EarlyStopping(MonitoringHook):
-    """Stops when a validation metric has not improved for some validations.
+    """Stops when a validation metric has not improved for some validations, as `keras.callbacks.EarlyStopping`.
 
     Args:
         metric: `loss`, or the name of a metric; a leading `val_` is ignored. For `progressive_auc`, only windows of
@@ -141,13 +141,11 @@ class EarlyStopping(MonitoringHook):
         super().__init__(metric, mode, min_delta)
         self._patience = patience
         self._restore_best = restore_best
-        self._waited = 0
-        self._best_validation: tuple[int, Mapping[str, Any]] | None = None
 
     def begin(self, session: Session) -> None:
         super().begin(session)
         self._waited = 0
-        self._best_validation = None
+        self._best_validation: tuple[int, Mapping[str, Any]] | None = None
 
     def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
         if self.is_better(session, logs):
@@ -169,3 +167,51 @@ class EarlyStopping(MonitoringHook):
             session.print_line(lines.best_line(session.global_step, session.last_step, step))
             if not self._is_progressive:
                 session.publish_validation(logs)
+
+
+class BestCheckpoint(MonitoringHook):
+    """Saves a checkpoint to `best/` in the run dir whenever a validation metric is the best so far.
+
+    A failed save costs a warning. A resumed run knows the best value of earlier runs. As Estimator's `BestExporter`.
+
+    Args:
+        metric: `loss`, or the name of a metric; a leading `val_` is ignored. For `progressive_auc`, only windows of
+            `ProgressiveValidation` with new examples count as validations.
+        mode: `min`, `max`, or `auto` to ask the metric.
+
+    Raises:
+        ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
+    """
+
+    _folder = "best"
+
+    def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
+        super().__init__(metric, mode, 0.0)
+
+    def begin(self, session: Session) -> None:
+        super().begin(session)
+        self._has_begun = False
+
+    def after_create_session(self, session: Session) -> None:
+        record = session.run_dir / self._folder / _RECORD
+        # After a failure of the cluster, the files are those of this run, even if training starts over.
+        if not self._has_begun and record.exists():
+            if session.global_step:
+                self.best = self.value(json.loads(record.read_text())["validation"])
+            else:
+                # It belongs to another run in this folder.
+                self._kept(session).set_aside()
+        self._has_begun = True
+
+    def judge(self, session: Session, logs: Mapping[str, Any]) -> None:
+        best_before = self.best
+        if not self.is_better(session, logs):
+            return
+        try:
+            step, path = self._keep(session)
+            record = {"global_step": step, "validation": dict(logs)}
+            write_whole(session.run_dir / self._folder / _RECORD, json.dumps(record, indent=2) + "\n")
+            session.print_line(lines.save_line(step, session.last_step, path))
+        except (CheckpointError, OSError) as error:
+            self.best = best_before
+            warn("BestCheckpoint: " + str(error).replace("\n  ", "; ") + "; training continues")
