@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,6 +29,9 @@ relay: Callable[[Line], None] | None = None
 #: True if the console has lines for programs; see `use`.
 is_json = False
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
+#: The styles of lines that stand out on a terminal, by the word that they begin with.
+_STANDS_OUT = {"valid": "36", "save": "32", "done": "1;32"}
+_INDENT = " " * 10
 
 
 class Line(str):
@@ -35,18 +41,40 @@ class Line(str):
         event: the kind of the line, in a word.
         step: the global step; None for a line that belongs to none.
         values: the values in the line, by name.
+        spare: columns that a narrow terminal does not show, in the order in which they go.
     """
 
     event: str
     step: int | None
     values: dict[str, Any]
+    spare: tuple[str, ...]
 
     def __new__(
-        cls, text: str, event: str = "message", step: int | None = None, values: Mapping[str, Any] | None = None
+        cls,
+        text: str,
+        event: str = "message",
+        step: int | None = None,
+        values: Mapping[str, Any] | None = None,
+        spare: Sequence[str] = (),
     ) -> Line:
         line = super().__new__(cls, plain_text(text))
-        line.event, line.step, line.values = event, step, dict(values or {})
+        line.event, line.step, line.values, line.spare = event, step, dict(values or {}), tuple(spare)
         return line
+
+    def within(self, width: int) -> str:
+        """The text for a terminal of so many columns: with fewer columns of its own, or else in several lines."""
+        text = str(self)
+        if len(text) > width and " | " in text:
+            for column in self.spare:
+                text = re.sub(" {2,}", " ", text)
+                if len(text) <= width:
+                    break
+                text = text.replace(f" | {re.sub(' {2,}', ' ', column)}", "", 1)
+        return (
+            text
+            if len(text) <= width
+            else textwrap.fill(text, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+        )
 
     def to_json(self, **more: Any) -> str:
         """The line as a JSON object, in one line; `more` comes first."""
@@ -59,14 +87,29 @@ def plain_text(text: str) -> str:
     return _STYLE.sub("", text)
 
 
-def say(text: str, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Prints a line to `stream`, standard output if None, and logs it."""
+def say(text: str, level: int = logging.INFO, stream: TextIO | None = None, *, in_full: bool = False) -> None:
+    """Prints a line to `stream`, standard output if None, and logs it.
+
+    On a terminal it is cut to its width, unless wanted `in_full`.
+    """
     line = text if isinstance(text, Line) else Line(text)
     if relay is not None:
         relay(line)
         return
     record(line, level)
-    print(_as_json(line, level) if is_json else str(line), file=stream or sys.stdout, flush=True)
+    stream = stream or sys.stdout
+    print(_as_json(line, level) if is_json else _for_people(line, stream, in_full), file=stream, flush=True)
+
+
+def _for_people(line: Line, stream: TextIO, in_full: bool) -> str:
+    if not stream.isatty():
+        return str(line)
+    text = str(line) if in_full else line.within(shutil.get_terminal_size().columns)
+    style = _STANDS_OUT.get(line.event)
+    if style is None or os.environ.get("NO_COLOR") or os.environ.get("CI") or os.environ.get("TERM") == "dumb":
+        return text
+    first, bar, rest = text.partition("|")
+    return f"\x1b[{style}m{first}\x1b[0m{bar}{rest}"
 
 
 def record(line: Line, level: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +49,10 @@ def train_line(
     step: int, last_step: int | None, logs: Mapping[str, Any], num_steps: int, steps_per_second: float | None
 ) -> Line:
     """`train | step    200/2000 | loss 0.4213 | accuracy 0.8750 | over 100 steps |  412.3 steps/s | ETA 5s`"""
-    columns = train_columns(step, last_step, logs, steps_per_second, over_steps(num_steps))
+    over = over_steps(num_steps)
+    columns = train_columns(step, last_step, logs, steps_per_second, over)
     values = {**logs, "over_steps": num_steps, "steps_per_second": steps_per_second}
-    return _line("train", *columns, step=step, values=values)
+    return _line("train", *columns, step=step, values=values, spare=[over, *_spare(logs)])
 
 
 def over_steps(num_steps: int) -> str:
@@ -74,17 +75,18 @@ def train_columns(
 def epoch_line(epoch: int, epochs: int | None, step: int, logs: Mapping[str, Any]) -> Line:
     """`epoch 2/4 | loss 0.4213 | accuracy 0.8750 | val_loss 0.3902 | val_accuracy 0.8931`, of an epoch from 1."""
     number = f"epoch {epoch}" if epochs is None else f"epoch {epoch}/{epochs}"
-    return Line(" | ".join([number, *_metrics(logs)]), "epoch", step, {"epoch": epoch, "epochs": epochs, **logs})
+    values = {"epoch": epoch, "epochs": epochs, **logs}
+    return Line(" | ".join([number, *_metrics(logs)]), "epoch", step, values, _spare(logs))
 
 
 def validation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> Line:
     """`valid | step    500/2000 | loss 0.1902 | accuracy 0.9431`"""
-    return event_line("valid", step, last_step, *_metrics(logs), values=logs)
+    return _line("valid", _step(step, last_step), *_metrics(logs), step=step, values=logs, spare=_spare(logs))
 
 
 def evaluation_line(step: int, last_step: int | None, logs: Mapping[str, Any]) -> Line:
     """`eval  | step    500/2000 | loss 0.1902 | accuracy 0.9431`, of a checkpoint, by the evaluator."""
-    return event_line("eval", step, last_step, *_metrics(logs), values=logs)
+    return _line("eval", _step(step, last_step), *_metrics(logs), step=step, values=logs, spare=_spare(logs))
 
 
 def save_line(step: int, last_step: int | None, path: Path) -> Line:
@@ -182,9 +184,11 @@ def done_line(
     step: int, last_step: int | None, logs: Mapping[str, Any], over: str, why_ended: str, seconds: float
 ) -> Line:
     """`done  | step   2000/2000 | loss 0.0871 | accuracy 0.9741 | of validation | steps=2000 done | 6.1s`"""
-    columns = [*_metrics(logs), *([over] if logs else []), why_ended, f"{seconds:.1f}s"]
+    columns = [_step(step, last_step), *_metrics(logs), *([over] if logs else []), why_ended, f"{seconds:.1f}s"]
     values = {**logs, "seconds": seconds, "why": why_ended}
-    return event_line("done", step, last_step, *columns, values=values)
+    # The step tells that a run is at its end.
+    known = [why_ended] if why_ended.endswith(" done") else []
+    return _line("done", *columns, step=step, values=values, spare=[over, *known, *_spare(logs)])
 
 
 def _duration(seconds: float) -> str:
@@ -195,8 +199,19 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{secs:02}s" if minutes else f"{secs}s"
 
 
-def _line(event: str, *columns: str, step: int | None = None, values: Mapping[str, Any] | None = None) -> Line:
-    return Line(" | ".join([f"{event:<5}", *columns]), event, step, values)
+def _line(
+    event: str,
+    *columns: str,
+    step: int | None = None,
+    values: Mapping[str, Any] | None = None,
+    spare: Sequence[str] = (),
+) -> Line:
+    return Line(" | ".join([f"{event:<5}", *columns]), event, step, values, spare)
+
+
+def _spare(logs: Mapping[str, Any]) -> list[str]:
+    """The metrics that a narrow terminal does not show: the last ones first, but never the loss."""
+    return _metrics(logs)[:0:-1]
 
 
 def _short(path: Path) -> str:
@@ -221,4 +236,7 @@ def _value(value: Any) -> str:
     if hasattr(value, "__len__"):
         shown = [_value(item) for item in value[:_MAX_ITEMS]]
         return f"[{' '.join([*shown, *['...'] * (len(value) > _MAX_ITEMS)])}]"
+    if 0 < abs(value) < 0.1:
+        # Four digits that count.
+        return f"{value:#.4g}"
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3e}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import threading
@@ -51,9 +52,9 @@ class TerminalLine:
 
     def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
         """Shows the columns and a progress bar, which only pulses if the last step is not known."""
-        text = Text(" | ".join(columns))
+        text = Text(" | ".join(columns), no_wrap=True, overflow="ellipsis")
         if self._terminal.width < _WIDE:
-            self._live.update(text)
+            self._live.update(Text(re.sub(" {2,}", " ", text.plain), no_wrap=True, overflow="ellipsis"))
             return
         line = Table.grid(padding=(0, 1))
         line.add_row(ProgressBar(last_step or 1, step, width=_BAR_WIDTH, pulse=last_step is None), text)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +237,8 @@ class Fit:
 
     @property
     def print_line(self) -> Callable[[str], None]:
-        """Prints a line, unless `is_quiet`."""
-        return (lambda _: None) if self.is_quiet else say
+        """Prints a line, unless `is_quiet`; with `run.verbose=3`, all of it."""
+        return (lambda _: None) if self.is_quiet else partial(say, in_full=self.config.run.verbose == 3)
 
     @property
     def validation(self) -> ValidationArguments:

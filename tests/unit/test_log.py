@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -168,3 +169,69 @@ def test_a_warning_is_shown_each_time() -> None:
         for _ in range(2):
             warn("worker:1 is lost")
     assert [str(warning.message) for warning in said] == ["kdist: worker:1 is lost"] * 2
+
+
+class Terminal(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+LOGS = {"loss": 0.85301, "accuracy": 0.7084, "top_5_categorical_accuracy": 0.91}
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            lines.train_line(100, 2000, {"loss": 0.85301, "accuracy": 0.7084}, 100, 86.52),
+            "train | step 100/2000 | loss 0.8530 | accuracy 0.7084 | 86.5 steps/s | ETA 22s",
+        ),
+        (
+            lines.train_line(100, 2000, LOGS, 100, 86.52),
+            "train | step 100/2000 | loss 0.8530 | accuracy 0.7084 | 86.5 steps/s | ETA 22s",
+        ),
+        (
+            lines.validation_line(157, 2000, {"loss": 0.00012341, "accuracy": 0.927}),
+            "valid | step    157/2000 | loss 0.0001234 | accuracy 0.9270",
+        ),
+        (
+            lines.done_line(2000, 2000, LOGS, "of validation", "steps=2000 done", 18.7),
+            "done | step 2000/2000 | loss 0.8530 | accuracy 0.7084 | 18.7s",
+        ),
+        (
+            lines.run_dir_line("/data/experiments/of/somebody/mnist/2026-11-27_21-34-21", "/data/experiments/of"),
+            "run dir   /data/experiments/of/somebody/mnist/2026-11-27_21-34-21\n"
+            "          tensorboard --logdir /data/experiments/of",
+        ),
+    ],
+)
+def test_a_line_fits_a_narrow_terminal_and_is_whole_elsewhere(
+    line: log.Line, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal, file = Terminal(), io.StringIO()
+    log.say(line, stream=terminal)
+    log.say(line, stream=file)
+    log.say(line, stream=terminal, in_full=True)
+    assert file.getvalue() == f"{line}\n"
+    assert terminal.getvalue() == f"{shown}\n{line}\n"
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("variable", [None, "NO_COLOR", "CI"])
+def test_what_stands_out_does_so_on_a_terminal_only(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "CI", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        log.say(lines.save_line(5, 10, Path("checkpoints/ckpt-5")), stream=stream)
+        log.say(lines.train_line(5, 10, {"loss": 1.0}, 5, None), stream=stream)
+    plain = "save  | step      5    | checkpoints/ckpt-5\ntrain | step      5/10 | loss 1.0000 | over 5 steps\n"
+    assert file.getvalue() == plain
+    colored = plain.replace("save  |", "\x1b[32msave  \x1b[0m|")
+    assert terminal.getvalue() == (plain if variable else colored)
