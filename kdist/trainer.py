@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
@@ -31,7 +32,7 @@ from kdist.fit.follow import EndedSession, follow_chief, not_the_chief
 from kdist.fit.local import LocalFit, run_here
 from kdist.fit.request import Fit, FitOutcome, Place
 from kdist.forks import children_end_here
-from kdist.hooks import Hook, with_defaults
+from kdist.hooks import Hook, check_hooks, with_defaults
 from kdist.hooks.keras_callbacks import (
     PREDICT_BATCH_EVENTS,
     TEST_BATCH_EVENTS,
@@ -131,7 +132,10 @@ class Trainer:
                 max_worker_restarts=max_worker_restarts,
             ),
             strategy=strategy_config(
-                strategy if isinstance(strategy, str) else strategy.name, strategy_options, custom=custom
+                strategy if isinstance(strategy, str) else strategy.name,
+                strategy_options,
+                custom=custom,
+                others=inspect.signature(Trainer).parameters,
             ),
             # What `fit` is not told is as in Keras.
             train=TrainConfig(batch_size=None, steps_per_call=steps_per_call, max_restarts=max_restarts),
@@ -185,7 +189,7 @@ class Trainer:
         self._place = Place.take(config, membership, custom)
         self.name = config.run.name
         self.files = RunDir(run_dir, self.name, config.run.storage_timeout, is_joined=membership is not None)
-        self.hooks = list(hooks)
+        self.hooks = check_hooks(hooks)
         self.callbacks = checked(callbacks)
         self.hparams = plain(hparams)
         self._origin = origin

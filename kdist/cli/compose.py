@@ -120,7 +120,8 @@ def explain_errors(*others: type[Exception]) -> Iterator[None]:
         quoted = re.match(r"[^']*Could not[^']*'([^']*)'", str(error))
         key = getattr(cause, "full_key", None) or (quoted[1] if quoted else None)
         if key and ("not in struct" in str(cause) or ("Could not override" in str(error) and "not in" in str(cause))):
-            raise unknown_key(key) from None
+            parent = key.rpartition(".")[0]
+            raise unknown_key(key, [f"{parent}.{name}" for name in getattr(cause, "parent_node", None) or ()]) from None
         first_line = str(cause).strip().splitlines()[0]
         raise ConfigError(f"{key}: {first_line}" if key and key not in first_line else first_line) from None
 

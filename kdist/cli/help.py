@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -12,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kdist.config.schema import Config
+from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError
 from kdist.version import __version__
 
@@ -73,17 +73,13 @@ def describe_keys() -> list[tuple[str, str, str]]:
     return [row for row in _walk(Config) if row[1] and ("." in row[0] or row[0] in ("loss", "metrics"))]
 
 
-def unknown_key(key: str) -> ConfigError:
-    """The error for a key that does not exist, with the most similar key, or a way to find one."""
-    known = [known for known, _, _ in _walk(Config)]
+def unknown_key(key: str, beside: Iterable[str] = ()) -> ConfigError:
+    """The error for a key that does not exist, with a similar one, of those `beside` it first, or a way to find one."""
+    known = [*beside, *(known for known, _, _ in _walk(Config))]
     known += [f"hooks.{name}.{argument}" for name, hook in _default_hooks().items() for argument in hook]
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
-        hint = f"did you mean {near[0]}?"
-    elif key.startswith(("model.", "data.", "hooks.")):
-        hint = f"a new argument is added with a plus: +{key}=..."
-    else:
-        hint = "--help lists the keys"
-    return ConfigError(f"{key}: there is no such key; {hint}")
+    is_open = key.startswith(("model.", "data.", "hooks."))
+    otherwise = f"a new argument is added with a plus: +{key}=..." if is_open else "--help lists the keys"
+    return ConfigError(f"{key}: there is no such key; {did_you_mean(key, known) or otherwise}")
 
 
 def _default_hooks() -> dict[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ Every error becomes one message and an exit code.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kdist import forks, log
+from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError, KdistError
 from kdist.fit import signals
 
@@ -86,9 +86,8 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
         return first, arguments[1:]
     if not re.fullmatch(r"[A-Za-z][\w-]*", first):
         return "train", arguments
-    near = difflib.get_close_matches(first, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}, or give KEY=VALUE to train"
-    raise ConfigError(f"{first}: there is no such command; {hint}")
+    otherwise = f"choose one of {', '.join(COMMANDS)}, or give KEY=VALUE to train"
+    raise ConfigError(f"{first}: there is no such command; {did_you_mean(first, COMMANDS) or otherwise}")
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 from kdist.config import checks, targets
+from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError
 
 RESUME_MODES = ("auto", "never", "must")
@@ -462,11 +464,20 @@ def foreign_options(config: StrategyConfig, name: str) -> dict[str, Any]:
     }
 
 
-def strategy_config(name: str, options: dict[str, Any], custom: type | None = None) -> StrategyConfig:
-    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own."""
+def strategy_config(
+    name: str, options: dict[str, Any], custom: type | None = None, others: Iterable[str] = ()
+) -> StrategyConfig:
+    """The config of strategy `name` with `options` by their names; `custom` is its class, if it is not kdist's own.
+
+    `others` are the other arguments of the caller, which a misspelled option may have meant.
+    """
     known = [item.name for item in fields(StrategyConfig) if item.name not in ("name", "_target_")]
     for option in options:
-        if option not in known:
-            raise ConfigError(f"Trainer({option}=...): there is no such argument; strategies take {', '.join(known)}")
+        if option in known:
+            continue
+        hint = did_you_mean(option, [*others, *known]) or f"strategies take {', '.join(known)}"
+        if option in {item.name for item in fields(ClusterConfig)} - {*others}:
+            hint = f"it belongs to the cluster: cluster=kdist.ClusterConfig(..., {option}=...)"
+        raise ConfigError(f"Trainer({option}=...): there is no such argument; {hint}")
     target = None if custom is None else f"{custom.__module__}.{custom.__qualname__}"
     return StrategyConfig(name, **options, _target_=target)

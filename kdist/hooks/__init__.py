@@ -7,6 +7,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
+from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_values import BestCheckpoint, EarlyStopping
 from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
@@ -69,6 +72,22 @@ def default_hooks() -> list[Hook]:
     They are called in this order: NaN is found before anything is saved or shown.
     """
     return [NanTensor(), StepCounter(), SummarySaver(), LoggingTensor(), CheckpointSaver(), StopAtStep()]
+
+
+def check_hooks(hooks: Sequence[Any]) -> list[Hook]:
+    """The hooks as a list.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    for hook in hooks:
+        if isinstance(hook, type):
+            raise ConfigError(f"hooks: {hook.__name__} is a class; give an instance, {hook.__name__}(...)")
+        if isinstance(hook, keras.callbacks.Callback):
+            raise ConfigError(f"hooks: {type(hook).__name__} is a Keras callback; give it to fit(callbacks=[...])")
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"hooks: {hook!r} is a {type(hook).__name__}, not a kdist.hooks.Hook")
+    return list(hooks)
 
 
 def with_defaults(hooks: Sequence[Hook]) -> list[Hook]:

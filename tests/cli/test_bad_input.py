@@ -78,6 +78,13 @@ REFUSED = [
     (["model=nope"], ["model=nope", "custom, linear, mnist_cnn, mnist_mlp, mnist_towers, recommender"]),
     (["+recipe=nope"], ["recipe=nope", "linear, mnist, mnist_mlp, mnist_sync, mnist_towers, recommender"]),
     (["+recipe=mnist", "train.stpes=5"], ["train.stpes", "did you mean train.steps?"]),
+    (["+recipe=mnist", "optimizer.lr=0.1"], ["did you mean optimizer.learning_rate?"]),
+    (
+        ["+recipe=mnist", "hooks.checkpoint.every=5"],
+        ["did you mean hooks.checkpoint.every_secs or hooks.checkpoint.every_steps?"],
+    ),
+    (["+recipe=mnist_mlp", "model.unit=5"], ["did you mean model.hidden_units?"]),
+    (["+recipe=mnist", "run.logdir=here"], ["did you mean run.dir?"]),
     (["+recipe=mnist", "hooks.checkpoint.evry_steps=5"], ["did you mean hooks.checkpoint.every_steps?"]),
     (["+recipe=mnist", "train.steps=0"], ["train.steps=0", "at least 1"]),
     (["+recipe=mnist", "train.steps=many"], ["train.steps", "many"]),

@@ -637,3 +637,29 @@ def test_a_number_of_bytes_may_be_written_as_a_float(export_max_bytes: float, ru
 def test_other_numbers_of_bytes_are_refused(export_max_bytes: Any) -> None:
     with pytest.raises(kdist.ConfigError, match="run.export_max_bytes=.*: must be a whole number"):
         kdist.Trainer(models.mlp, export_max_bytes=export_max_bytes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clutser": "2ps2w"}, r"Trainer\(clutser=...\): there is no such argument; did you mean cluster\?"),
+        ({"placment": "greedy"}, r"Trainer\(placment=...\): .*did you mean placement\?"),
+        ({"colour": "red"}, r"Trainer\(colour=...\): there is no such argument; strategies take placement"),
+        ({"model_dir": "runs"}, r"did you mean run_dir\?"),
+        (
+            {"cluster": "hosts", "ps": ["h:1"], "worker": ["h:2"]},
+            r"Trainer\(ps=...\): .*; it belongs to the cluster: cluster=kdist.ClusterConfig\(..., ps=...\)",
+        ),
+        ({"hooks": [CheckpointSaver]}, r"hooks: CheckpointSaver is a class; give an instance, CheckpointSaver\(...\)"),
+        (
+            {"hooks": [keras.callbacks.EarlyStopping()]},
+            r"hooks: EarlyStopping is a Keras callback; give it to fit\(callbacks=\[...\]\)",
+        ),
+        ({"hooks": ["checkpoint"]}, r"hooks: 'checkpoint' is a str, not a kdist.hooks.Hook"),
+    ],
+)
+def test_an_argument_that_is_not_known_is_refused_with_the_one_that_was_meant(
+    arguments: dict[str, Any], message: str, run_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kdist.Trainer(models.mlp, **{"run_dir": run_dir, **arguments})
