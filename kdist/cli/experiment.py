@@ -66,7 +66,7 @@ def check_job(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership
         if membership is None and (parsed.multirun or not shape.is_local):
             # Now, while there is one thread, and before the first trial of a sweep.
             isolate.enter(checked.cluster.isolate)
-        sockets.bind_to(checked.cluster.bind)
+        sockets.bind_to(checked.cluster.bind, all_here=membership is None)
         # It may import TensorFlow, which prints messages about every machine.
         with native_log(Path(os.devnull)):
             check_targets(checked)

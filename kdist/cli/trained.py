@@ -23,7 +23,7 @@ from kdist._compat.hydra import parse_command_line
 from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors, without_hydra
 from kdist.cli.hydra_plugins import register
 from kdist.cli.main import exit_code_of, native_log
-from kdist.cluster.network import isolate
+from kdist.cluster.network import isolate, sockets
 from kdist.config import targets
 from kdist.config.build import check_targets, data_arguments
 from kdist.config.record import check_record, read_record
@@ -120,7 +120,8 @@ def load_trained_run(
                 found = TrainedRun(config, run, given.step, logs, partial(data or _training_data, config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
-                    if (line := isolate.network_line(config.cluster.bind)) is not None:
+                    sockets.bind_to(config.cluster.bind, all_here=True)
+                    if (line := isolate.network_line()) is not None:
                         log.say(line)
                 yield found, config
         except StorageError as error:

@@ -69,7 +69,7 @@ class LocalCluster(Cluster):
         self._at_end = ExitStack()
 
     def launch(self) -> None:
-        bind_to(self._config.bind)
+        bind_to(self._config.bind, all_here=True)
         *free, for_chief = self._at_end.enter_context(held_ports(len(self.shape.tasks) + 1))
         self.chief_address = f"127.0.0.1:{for_chief}"
         ports = [f"127.0.0.1:{port}" for port in free]

@@ -78,8 +78,9 @@ class ClusterConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     """GPUs that tasks may use, by job."""
 
-    bind: Optional[str] = None
-    """The network interface (eth1) at which the tasks listen, besides the loopback device (lo); null: all."""
+    bind: Optional[str] = "auto"
+    """The network interface (eth1) at which the tasks listen, besides the loopback device (lo); null: all; `auto`: lo
+    alone for tasks that kdist starts on one machine, if the system permits it, else all."""
 
     isolate: str = "never"
     """Tasks that kdist starts: a private network namespace: `auto` if the system permits it, `must`, or `never`."""

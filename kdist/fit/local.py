@@ -253,7 +253,7 @@ class LocalFit(Hook):
         session.print_line(lines.run_dir_line(str(fit.files), fit.files.tensorboard_logdir))
         is_first = not fit.num_fits and not fit.is_quiet
         has_servers = fit.place.membership is not None or not shape.is_local
-        if is_first and has_servers and (line := isolate.network_line(fit.config.cluster.bind)) is not None:
+        if is_first and has_servers and (line := isolate.network_line()) is not None:
             session.print_line(line)
         if session.last_step is None and all(
             hook.follows_fit for hook in session.hooks if isinstance(hook, StopAtStep)

@@ -76,7 +76,7 @@ class Place:
         cluster = config.cluster
         place = cls(shape_of(cluster, membership), membership, custom)
         name = registry.resolve(config.strategy, place.shape)
-        sockets.bind_to(cluster.bind)
+        sockets.bind_to(cluster.bind, all_here=membership is None)
         if membership is None and not place.shape.is_local:
             isolate.require(cluster.isolate)
         if name == "multi_worker_mirrored" and membership is not None and membership.runs_program:

@@ -31,7 +31,7 @@ import tensorflow as tf
 from kdist import forks
 from kdist._compat import op_libraries
 from kdist.cluster.local import log_path, share_of_machine
-from kdist.cluster.network.sockets import held_ports
+from kdist.cluster.network.sockets import bound_to, held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.watchdog import stopped_longer_than
@@ -213,7 +213,7 @@ class Processes:
                     "request": str(request),
                     "path": sys.path,
                     "pipe": there.fileno(),
-                    "bind": self._cluster.bind,
+                    "bind": bound_to(),
                     "start_timeout": self._cluster.start_timeout,
                     # One process with several devices uses all of them.
                     "cores": cores if self._number > 1 else None,

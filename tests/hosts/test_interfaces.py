@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from clusters import CHIEF_PORT, PORT, Hosts, four, try_to_connect
+from clusters import CHIEF_PORT, MINE, PORT, Hosts, four, try_to_connect
+from commands import Command
+from helpers import wait_until
 from network import Network
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -57,6 +59,30 @@ def test_tasks_are_reached_by_the_interface_that_they_are_bound_to(hosts: Hosts,
     ended = cluster.end()
     assert ended.codes == {**dict.fromkeys(tasks, 0), "worker:0": 143}, cluster.all_said()
     assert "network   TensorFlow's servers listen on eth1 and lo, " in ended.console
+
+
+@pytest.mark.parametrize("cluster", ["1ps1w", "2w"])
+@pytest.mark.parametrize("bind", ["auto", "null"])
+def test_a_run_on_one_host_is_closed_to_others_unless_it_is_opened(hosts: Hosts, bind: str, cluster: str) -> None:
+    network = hosts.network(2)
+    here, stranger = network.hosts
+    console = here.disk / "console"
+    console.touch()
+    arguments = [*MINE, f"cluster={cluster}", f"cluster.bind={bind}", "train.steps=1000000", "run.dir=D"]
+    run = Command(*arguments, cwd=here.disk, stdout=console, host=here.pid)
+    try:
+        wait_until(lambda: "train | step" in console.read_text(), 60, console.read_text)
+        ports = {int(line.split()[3].rpartition(":")[2]) for line in here.do("ss", "-ltnH").splitlines()}
+        assert len(ports) >= 2
+        expected = "TimeoutError" if bind == "auto" else "connected"
+        for port in ports:
+            assert try_to_connect(stranger, here.address, port) == expected, port
+            assert try_to_connect(here, "127.0.0.1", port) == "connected", port
+    finally:
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 143
+    network_line = next(line for line in console.read_text().splitlines() if line.startswith("network "))
+    assert ("closed to other machines" in network_line) is (bind == "auto")
 
 
 def test_an_interface_that_a_host_has_not_is_refused_at_once(hosts: Hosts) -> None:

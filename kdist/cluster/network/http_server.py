@@ -115,7 +115,7 @@ def health_server(port: int, health: Callable[[], Mapping[str, Any]], interface:
         return json.dumps(found) + "\n", "application/json", status
 
     pages = {_ALIVE: lambda: page(asks_ready=False), _READY: lambda: page(asks_ready=True)}
-    return HttpServer("run.health_port", ANY_HOST, port, pages, interface or sockets.bound_to())
+    return HttpServer("run.health_port", ANY_HOST, port, pages, interface or sockets.named())
 
 
 def health_of_task(membership: Membership, port: int, is_ready: Callable[[], bool]) -> Callable[[], Mapping[str, Any]]:

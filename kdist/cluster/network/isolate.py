@@ -15,6 +15,7 @@ import struct
 import sys
 from pathlib import Path
 
+from kdist.cluster.network import sockets
 from kdist.errors import ConfigError
 from kdist.log import Line, warn
 
@@ -80,16 +81,16 @@ def require(mode: str) -> None:
         )
 
 
-def network_line(interface: str | None = None) -> Line | None:
-    """The line about the network of a run's servers at the interface of `cluster.bind`; None if it was printed."""
+def network_line() -> Line | None:
+    """The line about the network of a run's servers at the interface of this process; None if it was printed."""
     global _has_told  # noqa: PLW0603 - once a process
     if _has_told:
         return None
     _has_told = True
     if is_isolated():
         known = "private namespace: only processes of this run reach its servers"
-    elif interface == _LOOPBACK:
-        known = "loopback device: only this machine reaches its servers, which do not authenticate its users"
+    elif (interface := sockets.bound_to()) == _LOOPBACK:
+        known = "closed to other machines, not to other users of this one (cluster.bind)"
     else:
         known = (
             f"TensorFlow's servers listen on {f'{interface} and lo' if interface else 'all interfaces'}, without "

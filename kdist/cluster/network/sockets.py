@@ -32,16 +32,29 @@ _ALL_BYTES, _NO_BYTES = 0xFFFFFFFF, 0
 _LATER = (0.1, 1.0)
 _DESCRIPTORS = "/proc/self/fd"
 
-#: The interface of this process; None for all.
+#: By which a config leaves it to `bind_to`.
+AUTO = "auto"
+#: The interface of this process, and the one that the user named; None for all.
 _interface: str | None = None
+_named: str | None = None
 
 
-def bind_to(interface: str | None) -> None:
-    """Sets the interface at which this process listens, besides the loopback device; None for all.
+def bind_to(interface: str | None, *, all_here: bool = False) -> None:
+    """Sets the interface at which this process listens, besides the loopback device.
 
-    Raises `ConfigError` if there is no such interface, or the system does not permit it.
+    Args:
+        interface: its name; None for all; `auto` for the loopback device alone where the system permits it, for all
+            elsewhere.
+        all_here: whether all tasks are on this machine; otherwise `auto` is None.
+
+    Raises:
+        ConfigError: there is no such interface, or the system does not permit it.
     """
-    global _interface  # noqa: PLW0603 - of the process
+    global _interface, _named  # noqa: PLW0603 - of the process
+    _named = None if interface == AUTO else interface
+    if interface == AUTO:
+        _interface = _LOOPBACK if all_here and _may_bind() else None
+        return
     if interface is not None:
         if sys.platform != "linux":
             raise ConfigError(f"cluster.bind={interface}: works on Linux only")
@@ -56,7 +69,22 @@ def bind_to(interface: str | None) -> None:
 
 
 def bound_to() -> str | None:
+    """The interface at which this process listens; None for all."""
     return _interface
+
+
+def named() -> str | None:
+    """The interface that the user has named: also for ports that are there for others, as those of probes."""
+    return _named
+
+
+def _may_bind() -> bool:
+    try:
+        with socket.socket() as own:
+            bind(own, _LOOPBACK)
+    except (ConfigError, OSError):
+        return False
+    return sys.platform == "linux"
 
 
 def bind(own: socket.socket, interface: str | None) -> None:

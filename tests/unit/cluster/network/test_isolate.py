@@ -13,7 +13,7 @@ import models
 import pytest
 
 import kdist
-from kdist.cluster.network import isolate
+from kdist.cluster.network import isolate, sockets
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
 
@@ -85,11 +85,16 @@ def test_a_process_with_threads_does_not_try(outside: None, monkeypatch: pytest.
 def test_the_first_lines_of_a_run_say_what_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "is_isolated", lambda: False)
     monkeypatch.setattr(isolate, "_has_told", False)
+    monkeypatch.setattr(sockets, "_interface", None)
     assert isolate.network_line() == (
         "network   TensorFlow's servers listen on all interfaces, without authentication or encryption: "
         "let only machines that you trust reach them"
     )
     assert isolate.network_line() is None, "once a process"
+    monkeypatch.setattr(isolate, "_has_told", False)
+    monkeypatch.setattr(sockets, "_interface", "lo")
+    closed = "network   closed to other machines, not to other users of this one (cluster.bind)"
+    assert isolate.network_line() == closed
     monkeypatch.setattr(isolate, "is_isolated", lambda: True)
     monkeypatch.setattr(isolate, "_has_told", False)
     assert isolate.network_line() == "network   private namespace: only processes of this run reach its servers"

@@ -52,6 +52,26 @@ def test_an_interface_that_does_not_exist_is_an_error_that_names_those_that_do()
 
 
 @needs_filters
+def test_tasks_of_one_machine_are_bound_to_it_by_default_and_others_are_not() -> None:
+    sockets.bind_to("auto", all_here=True)
+    # Ports for others, as of probes, stay open.
+    assert (sockets.bound_to(), sockets.named()) == ("lo", None)
+    sockets.bind_to("auto")
+    assert (sockets.bound_to(), sockets.named()) == (None, None)
+    sockets.bind_to("lo")
+    assert (sockets.bound_to(), sockets.named()) == ("lo", "lo")
+    sockets.bind_to(None, all_here=True)
+    assert (sockets.bound_to(), sockets.named()) == (None, None)
+
+
+def test_by_default_a_system_that_refuses_leaves_the_ports_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No option of this number exists.
+    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", 32767)
+    sockets.bind_to("auto", all_here=True)
+    assert sockets.bound_to() is None
+
+
+@needs_filters
 def test_this_machine_reaches_a_port_that_is_bound(on_loopback: None) -> None:
     with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
