@@ -156,6 +156,7 @@ def test_the_end_of_training_has_the_moving_averages(assigns: bool, tmp_path: Pa
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_change_of_weights_in_a_batch_event_is_trained_on(tmp_path: Path) -> None:
     class Shrinks(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -283,7 +284,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
             assert words in str(error.value)
 
 
-@pytest.mark.parametrize("epochs", [EPOCHS, EPOCHS - 1])
+@pytest.mark.parametrize("epochs", in_short([EPOCHS, EPOCHS - 1], {EPOCHS - 1}))
 def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_is_saved(
     epochs: int, tmp_path: Path
 ) -> None:
