@@ -286,7 +286,6 @@ def test_an_error_of_the_users_names_the_worker(run_dir: Path) -> None:
         trainer.fit(x, y + 7, batch_size=8, steps=20, verbose=0)
 
 
-@pytest.mark.long
 def test_batch_normalization_gets_the_mean_of_what_the_workers_saw(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.batch_normalized, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)
