@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from compatibility import CALLBACKS
-from helpers import in_short, tags_of, toy_data
+from helpers import in_short, needs_keras_3_13, tags_of, toy_data
 
 import kdist
 from kdist.errors import ClusterError, ConfigError
@@ -249,6 +249,7 @@ def test_what_a_callback_assigns_during_validation_is_trained_on(tmp_path: Path)
     assert_same(both(lambda folder: [Shrinks()], tmp_path))
 
 
+@needs_keras_3_13
 def test_terminate_on_nan_stops_with_an_error_or_without(tmp_path: Path) -> None:
     given = data()
     given["x"] = np.full_like(given["x"], np.nan)
