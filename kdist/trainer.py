@@ -38,7 +38,7 @@ from kdist.hooks.keras_callbacks import (
     TEST_BATCH_EVENTS,
     CallbackOrSeveral,
     acts_on_any,
-    checked,
+    list_of,
 )
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement.plan import PlacementPlan
@@ -190,7 +190,7 @@ class Trainer:
         self.name = config.run.name
         self.files = RunDir(run_dir, self.name, config.run.storage_timeout, is_joined=membership is not None)
         self.hooks = check_hooks(hooks)
-        self.callbacks = checked(callbacks)
+        self.callbacks = list_of(callbacks)
         self.hparams = plain(hparams)
         self._origin = origin
         seed = config.run.seed
@@ -366,7 +366,7 @@ class Trainer:
                 much data, and the only way for a model larger than `export_max_bytes`. There is no progress bar.
                 With `steps`, or callbacks that act on batches, this process evaluates.
         """
-        listed, shown = checked(callbacks), _keras_verbose(verbose)
+        listed, shown = list_of(callbacks), _keras_verbose(verbose)
         workers = self._workers(listed, TEST_BATCH_EVENTS) if on_workers and steps is None else None
         data = (x, y, sample_weight)
         logs = None if workers is None else workers.evaluate(self.model, data, batch_size, listed)
@@ -388,7 +388,7 @@ class Trainer:
 
         The arguments are as in Keras and in `evaluate`; `on_workers` is for arrays.
         """
-        listed, shown = checked(callbacks), _keras_verbose(verbose)
+        listed, shown = list_of(callbacks), _keras_verbose(verbose)
         workers = self._workers(listed, PREDICT_BATCH_EVENTS) if on_workers and steps is None else None
         outputs = None if workers is None else workers.predict(self.model, x, batch_size, listed)
         if outputs is None:
@@ -416,7 +416,7 @@ class Trainer:
             parts, validation_data = split_validation(x, y, arguments.get("sample_weight"), validation_split)
             x, y, arguments["sample_weight"] = parts
             arguments["validation_data"] = validation_data
-        arguments["callbacks"] = [*self.callbacks, *checked(arguments.get("callbacks"))]
+        arguments["callbacks"] = [*self.callbacks, *list_of(arguments.get("callbacks"))]
         return Fit.of(
             self._config,
             {"x": x, "y": y, **arguments},

@@ -21,13 +21,19 @@ from kdist.cluster.processes.forkserver import NAME as FORK_SERVER
 
 REPO = Path(__file__).resolve().parents[1]
 
-#: Before, `set_random_seed` kept the generator of seeds, and an input of None was no optional one.
-needs_keras_3_13 = pytest.mark.skipif(
-    Version(version("keras")) < Version("3.13"), reason="plain Keras does it since 3.13 only"
-)
+_IS_KERAS_3_12 = Version(version("keras")) < Version("3.13")
+_SINCE_3_13 = "plain Keras does it since 3.13 only"
+#: Before, `set_random_seed` kept the generator of seeds, an input could not be None or unused, and so on.
+needs_keras_3_13 = pytest.mark.skipif(_IS_KERAS_3_12, reason=_SINCE_3_13)
 
 _held = ExitStack()
 _TASK = re.compile(r"(ps|worker|chief|evaluator):\d+")
+
+
+def skip_before_keras_3_13() -> None:
+    """As `needs_keras_3_13`, for one of several cases."""
+    if _IS_KERAS_3_12:
+        pytest.skip(_SINCE_3_13)
 
 
 def toy_data(num_examples: int = 256, num_features: int = 6, num_classes: int = 3) -> tuple[np.ndarray, np.ndarray]:

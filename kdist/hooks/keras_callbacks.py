@@ -187,7 +187,7 @@ class Callbacks:
             session.request_stop("stop_training")
 
 
-def checked(callbacks: CallbackOrSeveral | None) -> list[Callback]:
+def list_of(callbacks: CallbackOrSeveral | None) -> list[Callback]:
     """Returns a list of the callbacks if kdist can call them.
 
     Args:

@@ -41,9 +41,9 @@ class GradientAggregator:
         #: Of each phase.
         self._layouts: dict[int, list[Layout]] = {}
 
-    def bring(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
+    def send(self, output: ReplicaOutput, pulled: Pulled) -> Contribution:
         """Moves a gradient, not clipped, to the servers; takes the same as `ParameterStore.push`; traced in a call."""
-        return self.deliver(self.pack(output, pulled), output.phase)
+        return self.send_packed(self.pack(output, pulled), output.phase)
 
     def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
         """The tensors on the worker that `deliver` moves."""
@@ -51,7 +51,7 @@ class GradientAggregator:
         self._layouts[output.phase] = [layout for _, layout in messages]
         return [tensor for tensor, _ in messages]
 
-    def deliver(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
+    def send_packed(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
         """Moves the packed tensors of a phase to the servers."""
         tensors = []
         for tensor, layout in zip(packed, self._layouts[phase]):

@@ -75,7 +75,7 @@ class InGraphSyncCalls(Calls):
                 for _ in range(share):
                     arguments = [values, before, *next_of(iterators[worker])]
                     packed, before, row = self._function_for(gathered, arguments)(*arguments)
-                    results.append(self.aggregator.deliver(packed))
+                    results.append(self.aggregator.send_packed(packed))
                 rows[worker] = [row]
         self.aggregator.apply_mean(results)
         return rows
@@ -125,7 +125,7 @@ class InGraphSyncCalls(Calls):
                             step = self.store.run_step(self.replica_step, pulled[worker], batch, seeds, metrics)
                             running[worker].append(step)
                         output = running[worker][i].send(fresh)
-                        results.append(self.aggregator.bring(output, pulled[worker]))
+                        results.append(self.aggregator.send(output, pulled[worker]))
                         outputs[worker].append(output)
                         metrics = output.metrics
             self.aggregator.apply_mean(results, phase)

@@ -400,7 +400,7 @@ class SyncReplicas(ServersStrategy):
                 metrics = self._logs.initial_metrics()
                 batch, seeds = next_of(iterator)
                 output = next(self._store.run_step(replica_step, pulled, batch, seeds, metrics))
-                contribution = self._aggregator.bring(output, pulled)
+                contribution = self._aggregator.send(output, pulled)
                 # In place of the staleness it returns the step of its parameters; the chief knows how stale that is.
                 logs = self._logs.pack(pulled.global_step[None], [[output.num_examples, *output.metrics]])
                 return [*contribution, logs]

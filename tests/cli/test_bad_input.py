@@ -145,9 +145,31 @@ REFUSED = [
     ([], ["model", "+recipe=mnist"]),
 ]
 
+#: They differ from others only in the key, or in what its value is.
+SIBLINGS = {
+    "cluster.task=-1",
+    "cluster.ps=[a:99999]",
+    "cluster.ps=[b:2]",
+    "cluster.started_by=me",
+    "cluster.devices.worker=[-1]",
+    "cluster.devices.wroker=[1]",
+    "cluster.isolate=maybe",
+    "hooks.checkpoint.evry_steps=5",
+    "strategy.partition_min_bytes=0",
+    "strategy.placement=best",
+    "strategy.token_mode=loose",
+    "train.batch_size=0",
+    "train.steps=many",
+    "train.validation_every_steps=0",
+    "+recipe=nope",
+    "+trian.steps=5",
+}
+
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+    ("arguments", "said"),
+    [pytest.param(*case, marks=[pytest.mark.long] * bool(SIBLINGS.intersection(case[0]))) for case in REFUSED],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_wrong_config_is_refused_in_one_line_before_anything_is_made(
     arguments: list[str],
@@ -205,8 +227,17 @@ TRUSTING_FILES = {
 }
 
 
-@pytest.mark.parametrize("content", TRUSTING_FILES)
-@pytest.mark.parametrize("by", ["hydra.searchpath=[file://{}]", "--config-dir={}"])
+@pytest.mark.parametrize(
+    ("by", "content"),
+    [
+        *[("--config-dir={}", content) for content in TRUSTING_FILES],
+        # The same files, found in another way.
+        *[
+            pytest.param("hydra.searchpath=[file://{}]", content, marks=[pytest.mark.long] * (number > 1))
+            for number, content in enumerate(TRUSTING_FILES)
+        ],
+    ],
+)
 def test_no_file_trusts_a_package_or_has_hydra_call_one(
     content: str,
     by: str,
@@ -331,10 +362,20 @@ FAILING = [
     (["data._target_=user_code.raising_dataset"], 1, ["KeyError", "no such column", "user_code.py"]),
     (["+data.scale=1e30"], 1, ["NanTensor", "step", "last good checkpoint", "checkpoints/ckpt-0"]),
 ]
+#: Like another one, of another hook or key.
+FAILING_ALIKE = {
+    "loss=nope",
+    "hooks.progressive.metrics=[auc]",
+    "hooks.progressive.window=0",
+    "hooks.checkpoint.every_steps=1.5",
+    "+data.num_features=4",
+}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"), FAILING, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+    ("arguments", "code", "said"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0][-1] in FAILING_ALIKE)) for case in FAILING],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_failing_run_says_whose_error_it_is_once(
     arguments: list[str],
@@ -387,7 +428,9 @@ def test_the_run_dir_of_a_newer_version_is_refused_and_stays_as_it_is(
     ("arguments", "said"),
     [
         (["+data.label_offset=9"], ["worker:", "label value"]),
-        (["data._target_=user_code.raising_dataset"], ["KeyError", "no such column"]),
+        pytest.param(
+            ["data._target_=user_code.raising_dataset"], ["KeyError", "no such column"], marks=pytest.mark.long
+        ),
         pytest.param(["+data.scale=1e30"], ["NanTensor", "last good checkpoint"], marks=pytest.mark.long),
     ],
 )

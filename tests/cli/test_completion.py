@@ -23,8 +23,8 @@ FISH = "kdist -sc install=fish | source; complete -C $TYPED"
     ("typed", "offered"),
     [
         ("kdist cluster=", {"cluster=NpsMw", "cluster=local"}),
-        ("kdist recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}),
-        ("kdist train recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}),
+        pytest.param("kdist recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}, marks=pytest.mark.long),
+        pytest.param("kdist train recipe=mn", {"recipe=mnist", "recipe=mnist_mlp"}, marks=pytest.mark.long),
         ("kdist train cluster=2ps2w optimizer.learn", {"optimizer.learning_rate="}),
         ("kdist ex", {"export"}),
     ],

@@ -47,6 +47,7 @@ def test_the_first_line_of_a_script_is_that_of_kdist(tmp_path: Path) -> None:
         assert re.fullmatch(rf"\S+Z {task}:0 serves at grpc://\S+\n", log), log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["1ps1w", pytest.param("2w", marks=pytest.mark.long)])
 def test_every_line_of_a_command_is_an_object(cluster: str, tmp_path: Path) -> None:
     model = ["model._target_=user_code.build", "data._target_=user_code.data", "run.trust=[user_code]"]

@@ -288,8 +288,10 @@ class Anneal(callbacks.Callback):
     "strategy",
     [
         "parameter_server",
-        "mirrored",
-        *(pytest.param(s, marks=pytest.mark.long) for s in ("single", "sync_replicas", "multi_worker_mirrored")),
+        *(
+            pytest.param(s, marks=pytest.mark.long)
+            for s in ("single", "sync_replicas", "mirrored", "multi_worker_mirrored")
+        ),
     ],
 )
 def test_a_variable_that_loss_metric_and_regularizer_read_is_what_a_callback_assigns(

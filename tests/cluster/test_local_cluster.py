@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import catches, descendants, ignores, tasks_running, wait_until
+from helpers import catches, descendants, ignores, in_short, tasks_running, wait_until
 
 from kdist.cluster.local import LocalCluster, share_of_machine
 from kdist.cluster.processes import forkserver
@@ -96,6 +96,7 @@ def test_tasks_end_by_themselves_although_a_process_that_was_forked_meanwhile_li
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "code"), [("return", 0), pytest.param("raise", 1, marks=pytest.mark.long)])
 def test_tasks_end_when_the_chief_returns_or_raises(tmp_path: Path, mode: str, code: int) -> None:
     chief = subprocess.run(
@@ -105,7 +106,7 @@ def test_tasks_end_when_the_chief_returns_or_raises(tmp_path: Path, mode: str, c
     assert "started" in chief.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", in_short([signal.SIGKILL, signal.SIGTERM], {signal.SIGKILL}))
 def test_tasks_end_within_five_seconds_when_the_chief_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     chief = subprocess.Popen(
         [sys.executable, "-c", CHIEF, str(tmp_path), "wait"],
@@ -261,21 +262,16 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
     assert not says_much.search(second)
 
 
-def test_a_task_that_is_stopped_while_nobody_looks_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_is_stopped_while_nobody_looks_is_killed_also_after_it_was_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
-    with running(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
-        os.kill(cluster.pids[Task("ps", 0)], signal.SIGSTOP)
-        wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
-        assert cluster.lost_tasks() == {Task("ps", 0): "was stopped for 1 s and killed"}
-
-
-def test_a_task_that_was_restarted_is_watched_like_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
-    worker = Task("worker", 0)
+    server, worker = Task("ps", 0), Task("worker", 0)
     with running(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
         cluster.kill([worker])
         cluster.restart(worker)
         wait_until(lambda: not cluster.starting_tasks(), 60, "it serves again")
-        os.kill(cluster.pids[worker], signal.SIGSTOP)
-        wait_until(cluster.lost_tasks, 10, "the task that is stopped is lost")
-        assert cluster.lost_tasks() == {worker: "was stopped for 1 s and killed"}
+        for task in (server, worker):
+            os.kill(cluster.pids[task], signal.SIGSTOP)
+        wait_until(lambda: len(cluster.lost_tasks()) == 2, 10, "the tasks that are stopped are lost")
+        assert cluster.lost_tasks() == dict.fromkeys((server, worker), "was stopped for 1 s and killed")

@@ -86,6 +86,7 @@ class KillAWorker(Hook):
         signal_task("worker:1", signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_named(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir, hooks=[KillAWorker()], max_restarts=0)
@@ -168,13 +169,16 @@ def test_an_interrupt_ends_a_run_while_a_hook_runs(run_dir: Path, times: int) ->
     assert time.monotonic() - began < 50
 
 
-def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None:
+@pytest.mark.long
+def test_an_error_of_the_users_data_comes_back(run_dir: Path) -> None:
     def dataset(context: kdist.DataContext) -> tf.data.Dataset:
         raise KeyError("no such column")
 
     with pytest.raises(KeyError, match="no such column"):
         kdist.Trainer(models.mlp, cluster="2w", run_dir=run_dir).fit(dataset, steps=5, verbose=0)
 
+
+def test_an_error_of_the_users_comes_back_with_its_worker(run_dir: Path) -> None:
     class Raises(Hook):
         def after_run(self, context: Any, values: Any) -> None:
             raise KeyError("no such tag")
@@ -241,7 +245,9 @@ def test_a_session_of_ones_own_has_hooks_that_read_and_write_also_after_a_worker
     hooks = [halves, CheckpointSaver(every_steps=8)]
     trainer = kdist.Trainer(models.mlp, cluster=cluster, run_dir=run_dir, hooks=hooks, seed=1, **options)
     history = keras.callbacks.History()
-    with trainer.session(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[history], verbose=0) as session:
+    fit = trainer.session(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[history], verbose=0)
+    lost = pytest.warns(UserWarning, match=r"worker:\d died \(signal 9, SIGKILL\); restarting the cluster")
+    with lost, fit as session:
         first = session.strategy.pids
         while not session.should_stop():
             session.run()
@@ -255,6 +261,7 @@ def test_a_session_of_ones_own_has_hooks_that_read_and_write_also_after_a_worker
     assert (history.epoch, result_of(run_dir)["global_step"]) == ([0, 1, 2], 48)
 
 
+@pytest.mark.long
 def test_one_worker_alone_trains(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="1w", strategy="multi_worker_mirrored", run_dir=run_dir)

@@ -113,7 +113,7 @@ def test_steps_metrics_and_iterations_are_exact_with_four_workers(run_dir: Path)
 def test_checkpoints_go_from_strategy_to_strategy_and_server_to_server(run_dir: Path) -> None:
     x, y = toy_data()
     steps = 0
-    for cluster in ("2ps1w", "local", "3ps1w"):
+    for cluster in ("1ps1w", "local", "2ps1w"):
         steps += 20
         trainer = kdist.Trainer(models.mlp, cluster=cluster, run_dir=run_dir, hooks=[CheckpointSaver(every_steps=10)])
         before = Checkpoints(run_dir / "checkpoints").newest()
@@ -131,7 +131,7 @@ def test_checkpoints_go_from_strategy_to_strategy_and_server_to_server(run_dir: 
 
 def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, cluster="2ps2w", run_dir=run_dir)
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", run_dir=run_dir)
     trainer.fit(x, y, batch_size=8, steps=200, validation_data=(x, y), verbose=0)
     assert capfd.readouterr().out == ""
     found = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if "tfevents" not in path.name}
@@ -141,7 +141,7 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
         *(f"checkpoints/ckpt-{step}.{end}" for step in (0, 200) for end in ("index", "data-00000-of-00001")),
         "logs",
         "metrics.csv",
-        *(f"logs/{task}.log" for task in ("ps-0", "ps-1", "worker-0", "worker-1")),
+        *(f"logs/{task}.log" for task in ("ps-0", "worker-0", "worker-1")),
         "model.keras",
         "placement.png",
         "placement.txt",
@@ -229,6 +229,7 @@ def test_workers_read_different_parts(run_dir: Path) -> None:
     assert (trainer.model.get_weights()[0] > 0.05).all()
 
 
+@pytest.mark.long
 def test_a_dataset_object_reaches_the_workers(run_dir: Path) -> None:
     x, y = toy_data()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(256).batch(8)

@@ -119,7 +119,7 @@ class Kill(Hook):
 
 @pytest.mark.filterwarnings("ignore:.*(is read in this process|worker.1)")
 def test_the_batch_of_a_lost_worker_goes_to_another_one(run_dir: Path) -> None:
-    trainer = kdist.Trainer(counted.counting_model, "2ps2w", run_dir=run_dir, hooks=[Kill(Task("worker", 1), 4)])
+    trainer = kdist.Trainer(counted.counting_model, "1ps2w", run_dir=run_dir, hooks=[Kill(Task("worker", 1), 4)])
     trainer.fit(generated(), verbose=0)
     counts = counted.counts(trainer.model)
     assert counts[:223].min() >= 1
@@ -227,7 +227,7 @@ def test_this_process_reads_what_a_task_cannot(run_dir: Path) -> None:
         return tf.data.Dataset.range(7).map(example)
 
     offer_python_function("only_here", only_here)
-    trainer = kdist.Trainer(models.mlp, "2ps2w", run_dir=run_dir)
+    trainer = kdist.Trainer(models.mlp, "1ps1w", run_dir=run_dir)
     with pytest.warns(UserWarning, match="the workers cannot read the data, so this process reads it for them: .*only"):
         trainer.fit(function, epochs=2, verbose=0)
     assert trainer.result.global_step == 14

@@ -103,6 +103,7 @@ def test_in_a_synchronous_step_one_tensor_travels_each_way(wire_dtype: str | Non
         assert not [op for op in graph.get_operations() if _job(op.device) is None and op.type.startswith("Assign")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", in_short([{}, {"wire_dtype": "bfloat16"}, {"local_steps": 3}], [{}]), ids=str)
 def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, Any], run_dir: Path) -> None:
     x, y = toy_data()
@@ -141,7 +142,7 @@ def test_what_travels_does_not_grow_with_the_number_of_tables(kinds: list[str], 
         return model
 
     found = {}
-    for num_tables in (5, 50):
+    for num_tables in (5, 20):
         x = np.random.default_rng(0).integers(0, 50, (64, num_tables))
         run_dir_of = run_dir / str(num_tables)
         trainer = kdist.Trainer(
@@ -162,7 +163,7 @@ def test_what_travels_does_not_grow_with_the_number_of_tables(kinds: list[str], 
         # Each is a variable by itself, which the server reads and updates.
         for of_number in found.values():
             of_number.pop("operations on servers")
-    assert found[5] == found[50]
+    assert found[5] == found[20]
     # From and to each of two servers, of which one has all that is not in tables; and the staleness of the call.
     assert (found[5]["values and rows"], found[5]["gradients"], found[5]["requests"]) == (3, 2, 2)
     assert found[5]["all"] == 8

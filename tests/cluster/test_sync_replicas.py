@@ -250,7 +250,7 @@ def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytes
     monkeypatch.setattr(in_graph, "function_of_its_own", noted)
     x, y = toy_data()
     trainer = kdist.Trainer(
-        models.mlp, cluster="1ps3w", strategy="sync_replicas", run_dir=run_dir, steps_per_call=4, seed=3
+        models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, steps_per_call=4, seed=3
     )
     trainer.fit(x, y, batch_size=8, steps=8, verbose=0)
     assert len(traced) == 1
@@ -278,6 +278,7 @@ def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monke
     assert (trainer.result.global_step, len(cancelled)) == (20, 1)
 
 
+@pytest.mark.long
 def test_an_error_of_the_users_names_the_worker(run_dir: Path) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir)

@@ -83,6 +83,7 @@ def test_training_goes_on_with_other_servers_and_workers_validate_by_rows(run_di
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_wrong_id_is_named_with_its_own_table(run_dir: Path) -> None:
     x, y = data()
     x[5, 1] = ROWS

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.cluster
 _LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server", pytest.param("sync_replicas", marks=_LONG)])
+@_LONG
+@pytest.mark.parametrize("strategy", ["parameter_server", "sync_replicas"])
 def test_two_servers_and_two_workers_on_four_hosts(hosts: Hosts, strategy: str) -> None:
     cluster = hosts.cluster(tasks := hosts.network(4), four(tasks), f"strategy={strategy}", "train.steps=300")
     cluster.start()

@@ -217,7 +217,7 @@ def test_it_is_as_in_keras(name: str, run_dir: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
-@pytest.mark.parametrize("name", in_short(CASES, {"metrics with several values", "compiled with XLA"}))
+@pytest.mark.parametrize("name", in_short(CASES, {"metrics with several values"}))
 def test_it_is_as_in_keras_on_servers(name: str, run_dir: Path) -> None:
     build, data = CASES[name]
     assert_same_as_keras(build, *data(), run_dir, "2ps1w", epochs=2)
@@ -356,7 +356,7 @@ RATES: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 @pytest.mark.parametrize(
     "cluster",
-    [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
+    ["local", pytest.param("2ps1w", marks=[pytest.mark.cluster, pytest.mark.long])],
 )
 @pytest.mark.parametrize("name", in_short(RATES, {"an optimizer without a config"}))
 @pytest.mark.usefixtures("tasks_prepared")
@@ -407,7 +407,7 @@ class FreezesAfterTheFirstEpoch(keras.callbacks.Callback):
 
 @pytest.mark.parametrize(
     "cluster",
-    [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)],
+    ["local", pytest.param("2ps1w", marks=[pytest.mark.cluster, pytest.mark.long])],
 )
 @pytest.mark.usefixtures("tasks_prepared")
 def test_a_layer_that_a_callback_freezes_is_trained_as_by_keras(cluster: str, run_dir: Path) -> None:

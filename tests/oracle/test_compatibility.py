@@ -29,10 +29,18 @@ def in_short(table: dict[str, Any], module: Any, *names: str) -> list[Any]:
 # In Keras 3.12, `fit` itself fails with Muon on TensorFlow.
 MUON_WORKS = "momentums" in keras.optimizers.Muon.build.__code__.co_names
 TRAINABLE_WITH = {name: make for name, make in OPTIMIZERS.items() if name != "Muon" or MUON_WORKS}
-# Servers do everything that one process does.
-anywhere = pytest.mark.parametrize(
-    "cluster", [pytest.param("local", marks=pytest.mark.long), pytest.param("2ps1w", marks=pytest.mark.cluster)]
-)
+
+
+def placed(short: str) -> pytest.MarkDecorator:
+    """Servers do everything that one process does; one of the two is in the short run."""
+    clusters: dict[str, list[Any]] = {"local": [], "2ps1w": [pytest.mark.cluster]}
+    return pytest.mark.parametrize(
+        "cluster",
+        [pytest.param(name, marks=[*marks, *[pytest.mark.long] * (name != short)]) for name, marks in clusters.items()],
+    )
+
+
+on_servers, here = placed("2ps1w"), placed("local")
 
 
 @pytest.mark.parametrize("kind", PLACED)
@@ -46,7 +54,7 @@ def test_the_page_is_that_of_the_tables() -> None:
     assert written == compatibility.page(), "run python tests/oracle/compatibility.py"
 
 
-@anywhere
+@on_servers
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * f.long) for n, f in FAMILIES.items()])
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_layer(name: str, cluster: str, run_dir: Path) -> None:
@@ -67,14 +75,14 @@ def test_every_layer(name: str, cluster: str, run_dir: Path) -> None:
     assert {n for n in family.present() if getattr(keras.layers, n) not in used} == set()
 
 
-@anywhere
+@on_servers
 @pytest.mark.long
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_loss_and_every_metric(cluster: str, run_dir: Path) -> None:
     assert_same_as_keras(compared, compatibility.X, targets(), run_dir, cluster, batch_size=BATCH, epochs=2)
 
 
-@anywhere
+@here
 @pytest.mark.parametrize("name", in_short(TRAINABLE_WITH, keras.optimizers, "Nadam"))
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_optimizer(name: str, cluster: str, run_dir: Path) -> None:
@@ -82,7 +90,7 @@ def test_every_optimizer(name: str, cluster: str, run_dir: Path) -> None:
     assert_same_as_keras(lambda: with_optimizer_built(OPTIMIZERS[name]()), *toy_data(BATCH * 6), run_dir, cluster)
 
 
-@anywhere
+@here
 @pytest.mark.parametrize("name", in_short(SCHEDULES, keras.optimizers.schedules, "CosineDecay"))
 @pytest.mark.usefixtures("tasks_prepared")
 def test_every_schedule(name: str, cluster: str, run_dir: Path) -> None:

@@ -109,7 +109,7 @@ def assert_as_keras(make: Callable[[], Any], cluster: str, run_dir: Path) -> Non
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-IN_SHORT = {"a tensor", "x in a tuple", "a named tuple", "four parts", "ragged and labels", "a dict of arrays"}
+IN_SHORT = {"a named tuple", "ragged and labels", "a dict of arrays"}
 
 
 @pytest.mark.parametrize("name", in_short(ELEMENTS, {*IN_SHORT, "a tuple that Python makes"}))
@@ -139,7 +139,14 @@ class Restores(keras.Model):
         return keras.ops.mean(keras.ops.square(y_pred - x))
 
 
-@pytest.mark.parametrize("make", [lambda: batches(X), lambda: batches((X,)), lambda: X])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: batches(X),
+        pytest.param(lambda: batches((X,)), marks=pytest.mark.long),
+        pytest.param(lambda: X, marks=pytest.mark.long),
+    ],
+)
 def test_a_model_whose_loss_needs_no_labels_trains_as_with_keras(make: Callable[[], Any], tmp_path: Path) -> None:
     def build() -> keras.Model:
         model = Restores()

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from compatibility import CALLBACKS
-from helpers import in_short, tags_of, toy_data
+from helpers import in_short, needs_keras_3_13, tags_of, toy_data
 
 import kdist
 from kdist.errors import ClusterError, ConfigError
@@ -156,6 +156,7 @@ def test_the_end_of_training_has_the_moving_averages(assigns: bool, tmp_path: Pa
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_change_of_weights_in_a_batch_event_is_trained_on(tmp_path: Path) -> None:
     class Shrinks(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -248,6 +249,7 @@ def test_what_a_callback_assigns_during_validation_is_trained_on(tmp_path: Path)
     assert_same(both(lambda folder: [Shrinks()], tmp_path))
 
 
+@needs_keras_3_13
 def test_terminate_on_nan_stops_with_an_error_or_without(tmp_path: Path) -> None:
     given = data()
     given["x"] = np.full_like(given["x"], np.nan)
@@ -283,7 +285,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
             assert words in str(error.value)
 
 
-@pytest.mark.parametrize("epochs", [EPOCHS, EPOCHS - 1])
+@pytest.mark.parametrize("epochs", in_short([EPOCHS, EPOCHS - 1], {EPOCHS - 1}))
 def test_training_begins_anew_for_callbacks_if_the_cluster_fails_before_its_end_is_saved(
     epochs: int, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 
 import kdist
 
@@ -47,7 +47,7 @@ def build(kind: type[keras.Sequential] = keras.Sequential, loss: Any = "mse") ->
     return model
 
 
-@pytest.mark.parametrize("kind", [keras.Sequential, Anneals])
+@pytest.mark.parametrize("kind", in_short([keras.Sequential, Anneals], [Anneals]))
 @pytest.mark.parametrize(
     "cluster", [pytest.param("local", marks=pytest.mark.long), pytest.param("1ps1w", marks=pytest.mark.cluster)]
 )

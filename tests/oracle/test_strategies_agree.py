@@ -11,12 +11,12 @@ import agreement
 import keras
 import numpy as np
 import pytest
-from helpers import environment, free_addresses, in_short
+from helpers import environment, free_addresses, in_short, skip_before_keras_3_13
 
 import kdist
 
 #: Of those that are left to `make long` the maths is tested in `test_keras_parity.py`.
-OPTIMIZERS = in_short(agreement.optimizers(), {agreement.SEVERAL, agreement.STATEFUL})
+OPTIMIZERS = in_short(agreement.optimizers(), {"adam"})
 
 
 @cache
@@ -102,6 +102,9 @@ def test_two_workers_are_one_process_with_twice_the_batch(optimizer: str, multi_
 @pytest.mark.usefixtures("tasks_prepared")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer: str, folder: Path) -> None:
+    if optimizer == agreement.STATEFUL:
+        # One of its inputs is not used.
+        skip_before_keras_3_13()
     ours = agreement.train(optimizer, folder / f"sync-{optimizer}", "1ps2w", 2, strategy="sync_replicas")
     agreement.assert_same(ours, one_process(optimizer, folder))
 
@@ -113,8 +116,8 @@ def test_two_synchronous_workers_are_one_process_with_twice_the_batch(optimizer:
     [
         pytest.param("1ps1w", "round_robin", "parameter_server", marks=pytest.mark.long),
         pytest.param("2ps1w", "greedy", "parameter_server", marks=pytest.mark.long),
-        pytest.param("3ps1w", "partitioned", "parameter_server", marks=pytest.mark.long),
-        ("3ps2w", "partitioned", "sync_replicas"),
+        ("3ps1w", "partitioned", "parameter_server"),
+        pytest.param("3ps2w", "partitioned", "sync_replicas", marks=pytest.mark.long),
     ],
 )
 def test_placement_only_moves_bytes(cluster: str, placement: str, strategy: str, folder: Path) -> None:

@@ -54,7 +54,9 @@ def train(file: Path, kind: type[keras.Model], run_dir: Path, *, has_table: bool
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_table"), [(keras.Model, False), (keras.Model, True), (OwnStep, False)], ids=["Keras", "table", "own"]
+    ("kind", "has_table"),
+    [(keras.Model, False), pytest.param(keras.Model, True, marks=pytest.mark.long), (OwnStep, False)],
+    ids=["Keras", "table", "own"],
 )
 def test_a_step_is_traced_once_in_one_process(kind: Any, has_table: bool, run_dir: Path) -> None:
     train(run_dir.with_name("traces"), kind, run_dir, has_table=has_table)

@@ -288,11 +288,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tuple[Any, Any]]]
 
 
 #: The others run in `make long`.
-IN_SHORT = {
-    "two optimizers and spectral norms",
-    "optimizer read with a schedule",
-    "two updates of the same weights",
-}
+IN_SHORT = {"two updates of the same weights"}
 
 
 @pytest.mark.parametrize(

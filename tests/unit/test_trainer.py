@@ -136,7 +136,7 @@ def values_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
     ("seed", "kind"),
     [
         (5, "arrays"),
-        (None, "dataset"),
+        pytest.param(None, "dataset", marks=pytest.mark.long),
         pytest.param(None, "arrays", marks=pytest.mark.long),
         pytest.param(5, "dataset", marks=pytest.mark.long),
     ],
@@ -433,7 +433,7 @@ def endless(length: str) -> Any:
     return dataset.repeat() if length == "infinite" else lambda context: dataset
 
 
-@pytest.mark.parametrize("length", ["infinite", "of a function"])
+@pytest.mark.parametrize("length", in_short(["infinite", "of a function"], {"of a function"}))
 def test_without_an_end_training_ends_by_a_hook(length: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hooks = [StopAtStep(last_step=7), CheckpointSaver(every_steps=3, keep=9)]
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=hooks)
@@ -569,7 +569,7 @@ def test_evaluate_and_predict_call_callbacks_and_show_what_verbose_says(
         trainer.evaluate(X, Y, verbose=7)
 
 
-@pytest.mark.parametrize("dtype", in_short(["<U7", "S7", object, "Series"], {"<U7", "Series"}))
+@pytest.mark.parametrize("dtype", in_short(["<U7", "S7", object, "Series"], {"<U7"}))
 def test_strings_that_fit_takes_are_evaluated_and_predicted(run_dir: Path, dtype: Any) -> None:
     def build() -> keras.Model:
         words = keras.layers.Input((1,), dtype="string")
@@ -627,7 +627,7 @@ def test_an_argument_that_fit_has_not_is_named(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-@pytest.mark.parametrize("export_max_bytes", [1.5e9, float("inf")])
+@pytest.mark.parametrize("export_max_bytes", [1.5e9, pytest.param(float("inf"), marks=pytest.mark.long)])
 def test_a_number_of_bytes_may_be_written_as_a_float(export_max_bytes: float, run_dir: Path) -> None:
     fit(trainer := kdist.Trainer(models.mlp, run_dir=run_dir, export_max_bytes=export_max_bytes), steps=1)
     assert trainer.result.status == "done"

@@ -219,7 +219,7 @@ def assign_rows(variable: tf.Variable, start: Any, stop: Any, rows: tf.Tensor) -
         return tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
 
 
-def save_whole(prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
+def write_whole(prefix: str, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes whole tensors from this process."""
     with tf.device("CPU:0"):
         tf.raw_ops.SaveV2(

@@ -27,7 +27,7 @@ from kdist.parameters.placement.messages import cut
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.rows import replace_rows, resizable_variable
 from kdist.parameters.tables.table import Table
-from kdist.parameters.values.named_values import Slice, assign_rows, save_whole
+from kdist.parameters.values.named_values import Slice, assign_rows, write_whole
 from kdist.storage.tensorflow_paths import open_checkpoint
 
 #: The interval before all others: all rows have changed since.
@@ -303,7 +303,7 @@ class ChosenSlices(Slices):
             files.append(f"{label}-empty")
             named = [(self.columns[column], name) for table in empty for column, name in self.names[table].items()]
             tensors = {n: np.zeros([0, *column.shape[1:]], column.dtype.as_numpy_dtype) for column, n in named}
-            calls.append(partial(save_whole, f"{folder}/{files[-1]}", tensors))
+            calls.append(partial(write_whole, f"{folder}/{files[-1]}", tensors))
         floats = [name for name in self.columns if self.columns[name].dtype.is_floating]
         checks = [
             partial(self._not_finite, floats, self.traced(("check", server), partial(self._are_finite, rows, floats)))

@@ -20,7 +20,7 @@ from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.table import Table
 from kdist.parameters.values.dynamic_values import DynamicValues
-from kdist.parameters.values.named_values import NamedValues, save_whole
+from kdist.parameters.values.named_values import NamedValues, write_whole
 from kdist.parameters.values.slices import ChosenSlices, FixedSlices, Slices, WritePlan, is_finite, refuse
 from kdist.storage.tensorflow_paths import literal_path, open_checkpoint
 
@@ -122,7 +122,7 @@ class ValueFiles:
         folder = literal_path(prefix.with_name(f"{prefix.name}-{uuid.uuid4().hex[:8]}"))
         folder.mkdir()
         follows = {} if since is None else {FOLLOWS: np.array(since.step, np.int64)}
-        save_whole(str(folder / "others"), {**others, **follows})
+        write_whole(str(folder / "others"), {**others, **follows})
         self._look_for(folder / "others.index")
         # Functions are traced here, because another thread may not trace any.
         plan = WritePlan()
@@ -191,7 +191,7 @@ class ValueFiles:
     def _write_small(self, prefix: Path, values: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> None:
         """Writes values that have travelled to the chief."""
         refuse([name for name, value in values.items() if not is_finite(value)])
-        save_whole(str(literal_path(prefix)), {**values, **others})
+        write_whole(str(literal_path(prefix)), {**values, **others})
 
     def _look_for(self, path: Path) -> None:
         """Finds out whether all tasks see a file of the chief, and warns if they do not."""

@@ -144,8 +144,15 @@ def batches(x: Any, y: Any, num_workers: int, worker: int, shuffle: bool) -> lis
 
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("dtype", ["float64", "uint8"])
+@pytest.mark.parametrize(
+    ("dtype", "shuffle"),
+    [
+        ("float64", True),
+        ("uint8", False),
+        pytest.param("float64", False, marks=pytest.mark.long),
+        pytest.param("uint8", True, marks=pytest.mark.long),
+    ],
+)
 def test_batches_are_those_of_arrays_in_memory(
     dtype: str, shuffle: bool, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

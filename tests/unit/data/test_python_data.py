@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 #: Others take the ways of these.
-IN_SHORT = {"PyDataset", "generator and steps", "Grain DataLoader", "filtered dataset"}
+IN_SHORT = {"PyDataset", "filtered dataset"}
 
 
 @pytest.mark.parametrize("name", in_short(CASES, IN_SHORT))
@@ -148,7 +148,7 @@ def test_an_error_in_the_users_code_names_the_data_and_the_place(run_dir: Path) 
     assert result_of(run_dir)["error"] == str(raised.value)
 
 
-@pytest.mark.parametrize("make", [Batches, python_data.filtered])
+@pytest.mark.parametrize("make", in_short([Batches, python_data.filtered], {Batches}))
 def test_histograms_of_gradients_take_no_batch_away(make: Any, run_dir: Path) -> None:
     hook = kdist.hooks.HistogramSaver(every_steps=1)
     trainer = kdist.Trainer(models.mlp, run_dir=run_dir, hooks=[hook])

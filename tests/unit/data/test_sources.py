@@ -102,7 +102,10 @@ def test_shuffle_differs_each_pass_and_repeats_with_a_seed() -> None:
         np.testing.assert_array_equal(once, again)
 
 
-@pytest.mark.parametrize(("num_examples", "num_workers"), [(30, 1), (30, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("num_examples", "num_workers"),
+    [(30, 2), (3, 1), *(pytest.param(*given, marks=pytest.mark.long) for given in [(30, 1), (4, 1)])],
+)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_arrays_go_on_at_any_batch_as_if_they_had_been_read_from_the_beginning(
     num_examples: int, num_workers: int, shuffle: bool

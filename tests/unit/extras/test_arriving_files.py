@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from helpers import result_of
+from helpers import in_short, result_of
 
 import kdist
 from kdist.data.base import make_dataset, worker_dataset
@@ -48,7 +48,7 @@ def once(*numbers: int) -> dict[int, int]:
     return dict.fromkeys(numbers, 1)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tfrecord"])
+@pytest.mark.parametrize("suffix", in_short([".parquet", ".csv", ".tfrecord"], {".csv", ".tfrecord"}))
 def test_every_record_of_every_file_is_trained_on_once(folder: Path, run_dir: Path, suffix: str) -> None:
     for i in range(3):
         counted.write_file(folder / f"{i}{suffix}", range(100 * i, 100 * i + 25))
@@ -61,7 +61,7 @@ def test_every_record_of_every_file_is_trained_on_once(folder: Path, run_dir: Pa
     assert result["stopped_by"] == str(folder / "_END")
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".csv.gz", ".tfrecord.gz"])
+@pytest.mark.parametrize("suffix", in_short([".parquet", ".csv.gz", ".tfrecord.gz"], {".parquet"}))
 def test_a_resumed_run_continues_in_the_middle_of_a_file(folder: Path, run_dir: Path, suffix: str) -> None:
     for i in range(2):
         counted.write_file(folder / f"{i}{suffix}", range(100 * i, 100 * i + 35))

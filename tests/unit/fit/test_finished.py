@@ -10,7 +10,7 @@ import models
 import numpy as np
 import pytest
 import python_data
-from helpers import result_of, toy_data
+from helpers import in_short, result_of, toy_data
 
 import kdist
 from kdist.errors import ConfigError
@@ -55,7 +55,9 @@ def test_a_second_fit_shuffles_in_another_order(run_dir: Path) -> None:
     assert np.abs(weights(1) - weights(2)).max() > 1e-6
 
 
-@pytest.mark.parametrize("arguments", [{"epochs": 2}, {"steps": 3}, {"epochs": 1, "steps_per_epoch": 4}])
+@pytest.mark.parametrize(
+    "arguments", in_short([{"epochs": 2}, {"steps": 3}, {"epochs": 1, "steps_per_epoch": 4}], [{"epochs": 2}])
+)
 def test_a_run_that_is_done_is_not_started_again(
     arguments: Any, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

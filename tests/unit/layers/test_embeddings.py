@@ -44,7 +44,7 @@ def train(build_model: Any, run_dir: Path, x: np.ndarray, y: np.ndarray) -> kera
     return trainer.model
 
 
-@pytest.mark.parametrize("optimizer", in_short(["adam", "adamw", "ftrl", "rmsprop", "adagrad"], {"adam", "ftrl"}))
+@pytest.mark.parametrize("optimizer", in_short(["adam", "adamw", "ftrl", "rmsprop", "adagrad"], {"adam"}))
 def test_rows_that_no_batch_looks_up_keep_values_and_slots(optimizer: str, run_dir: Path) -> None:
     x, y = data(num_ids=10)
     before = build(Embedding, optimizer).get_weights()[0]
@@ -60,7 +60,12 @@ def test_rows_that_no_batch_looks_up_keep_values_and_slots(optimizer: str, run_d
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4}], ids=["plain", "averages"]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 4},
+    ],
+    ids=["plain", "averages"],
 )
 def test_without_moments_rows_are_updated_as_by_keras(options: dict[str, Any], run_dir: Path) -> None:
     x, y = data()
@@ -214,7 +219,7 @@ def test_what_may_depend_on_the_whole_table_is_drawn_whole(initializer: Any) -> 
     assert TableInitializer.of(keras.initializers.get(initializer), (ROWS, DIM)) is None
 
 
-@pytest.mark.parametrize("wrong", [ROWS, -7])
+@pytest.mark.parametrize("wrong", in_short([ROWS, -7], {ROWS}))
 def test_an_id_that_is_not_in_its_table_is_named_with_it(wrong: int, run_dir: Path) -> None:
     x, y = data()
     x[5, 1] = wrong

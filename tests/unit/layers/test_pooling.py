@@ -180,9 +180,7 @@ def dataset(kind: Any, num_batches: int = 5) -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("is_functional", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "kind", [ragged, pytest.param(sparse, marks=pytest.mark.long), padded], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", in_short(KINDS, [ragged]), ids=lambda kind: kind.__name__)
 def test_models_train_evaluate_and_predict_as_by_keras(kind: Any, is_functional: bool, run_dir: Path) -> None:
     def make() -> keras.Model:
         keras.utils.set_random_seed(4)

@@ -101,7 +101,7 @@ def trained(build: Callable[..., keras.Model], run_dir: Path, embedding: type[la
 @pytest.mark.parametrize("embedding", in_short([kdist.layers.Embedding, layers.Embedding], {kdist.layers.Embedding}))
 @pytest.mark.parametrize(
     "build",
-    in_short([many_tables, one_after_the_other, ids_of_weights, without_gradient, recurrent], {many_tables, recurrent}),
+    in_short([many_tables, one_after_the_other, ids_of_weights, without_gradient, recurrent], {many_tables}),
     ids=lambda b: b.__name__,
 )
 def test_models_of_several_lookups_train_as_by_keras(build: Any, embedding: Any, run_dir: Path) -> None:
@@ -170,7 +170,10 @@ def test_what_computes_ids_runs_once_per_step(run_dir: Path) -> None:
     assert Counted.runs == 5
 
 
-@pytest.mark.parametrize(("column", "wrong", "table", "rows"), [(0, ROWS, "first", ROWS), (1, -1, "second", 7)])
+@pytest.mark.parametrize(
+    ("column", "wrong", "table", "rows"),
+    [pytest.param(0, ROWS, "first", ROWS, marks=pytest.mark.long), (1, -1, "second", 7)],
+)
 def test_a_wrong_id_is_named_with_its_own_table(column: int, wrong: int, table: str, rows: int, run_dir: Path) -> None:
     def build() -> keras.Model:
         ids = layers.Input((2,), dtype="int32")

@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import toy_data
+from helpers import in_short, toy_data
 
 import kdist
 from kdist.config.schema import ServerOptions
@@ -103,7 +103,7 @@ def test_an_update_that_ends_while_it_is_applied_is_not_whole(run_dir: Path, mon
     assert not store.counters.is_consistent()
 
 
-@pytest.mark.parametrize("broken", range(4))
+@pytest.mark.parametrize("broken", in_short(range(4), {0, 3}))
 def test_an_update_that_ends_in_the_middle_is_not_whole_or_was_never_begun(store: ParameterStore, broken: int) -> None:
     push(store)
     before = store.values.read()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import in_short
 
 from kdist.errors import NonFiniteError
 from kdist.parameters.placement.blocks import StoredShard
@@ -64,7 +65,7 @@ def test_each_value_is_one_tensor_for_tensorflow(tmp_path: Path) -> None:
         np.testing.assert_array_equal(reader.get_tensor(name), value)
 
 
-@pytest.mark.parametrize("cuts", [(0, 511), (0, 255, 511), (0, 1, 100, 510, 511)])
+@pytest.mark.parametrize("cuts", in_short([(0, 511), (0, 255, 511), (0, 1, 100, 510, 511)], {(0, 1, 100, 510, 511)}))
 def test_rows_may_be_elsewhere_when_they_are_restored(cuts: Sequence[int], tmp_path: Path) -> None:
     path = save(stored((0, 300, 511)), tmp_path)
     values = stored(cuts, is_set=False)
