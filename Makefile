@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# kdist as users install it, then with what its developers need.
 READY := $(VENV)/ready
+DEV := $(VENV)/ready-for-dev
 
 .PHONY: help mnist test short drills hosts slurm programs keras-suite long lint matrix bench docs
 
 help:
 	@echo "make mnist   set up .venv and train MNIST on 2 parameter servers and 2 workers, here"
-	@echo "make test    set up .venv; lint, types and all tests: what CI runs"
+	@echo "make test    set up .venv for developers; lint, types and all tests: what CI runs"
 	@echo "make drills  every fault that kdist is to survive, injected for real, 16 minutes; writes its table in docs/drills.md"
 	@echo "make hosts   runs over several hosts (network namespaces, as root), 25 minutes; writes its table there, too"
 	@echo "make slurm   jobs of a Slurm system that it sets up on this machine (Debian, as root), 10 minutes"
@@ -26,53 +29,49 @@ mnist: $(READY)
 	$(BIN)/python -m kdist +recipe=mnist cluster=2ps2w
 
 # Side by side: lint is done long before the tests are.
-test: $(READY)
+test: $(DEV)
 	@$(MAKE) --no-print-directory --jobs 2 lint short
 
 # Three at a time on two cores: a third of the time is waiting for tasks to start and to end.
-short: $(READY)
+short: $(DEV)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not long"
 
 # The longest first, so that the others run beside it.
-drills: $(READY)
+drills: $(DEV)
 	$(BIN)/python -m pytest tests/drills/test_endurance.py tests/drills \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=1500 --record-drills "make drills"
 
 # What they measure is time: one at a time.
-hosts: $(READY)
+hosts: $(DEV)
 	$(BIN)/python -m pytest tests/hosts --record-drills "make hosts"
 
 # One job after the other on a system that all tests share. Without Slurm, and no way to install it, they are skipped.
-slurm: $(READY)
+slurm: $(DEV)
 	@command -v slurmctld >/dev/null || PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || \
 		apt-get install -y -qq slurm-wlm munge >/dev/null || echo "slurm-wlm and munge cannot be installed"
 	$(BIN)/python -m pytest tests/slurm
 
-programs: $(VENV)/ready-for-programs
+programs: $(DEV) $(VENV)/ready-for-programs
 	$(BIN)/python -m pytest tests/programs --numprocesses 2 --dist loadgroup --record-programs
 	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
 
-keras-suite: $(READY)
+keras-suite: $(DEV)
 	$(BIN)/python tests/keras_suite/run.py --record $(PLACES); code=$$?; \
 		PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py && exit $$code
 
-$(VENV)/ready-for-programs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[programs]'
-	@touch $@
-
 # An image takes minutes to build.
-long: $(VENV)/ready-for-programs hosts
+long: $(DEV) $(VENV)/ready-for-programs hosts
 	$(BIN)/python -m pytest --numprocesses 2 -m long -o faulthandler_timeout=900 \
 		--ignore tests/drills --ignore tests/hosts --ignore tests/slurm
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/lint/rules.py
 	$(BIN)/mypy
 
-matrix: $(READY)
+matrix: $(DEV)
 	$(BIN)/python tests/matrix.py $(ROW)
 
 docs: $(VENV)/ready-for-docs
@@ -81,21 +80,20 @@ docs: $(VENV)/ready-for-docs
 	PYTHONPATH=tests $(BIN)/python tests/oracle/compatibility.py
 	$(BIN)/python -m mkdocs build --strict
 
-$(VENV)/ready-for-docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	@touch $@
-
 bench: $(VENV)/ready-for-bench
-	$(if $(PEERS),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS))
+	$(if $(PEERS),$(PIP) $(PEERS))
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
-$(VENV)/ready-for-bench: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+$(READY): pyproject.toml
+	@echo "make: installing kdist into $(VENV), with TensorFlow and Keras: 2.2 GB on disk, one or two minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable .
+	@# On all cores, which pip does on one; and kdist, also where the environment lets Python write no bytecode.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib kdist recipes || true
 	@touch $@
 
-$(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
-	@# On all cores, which pip does on one; and kdist, also where the environment lets Python write no bytecode.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib kdist recipes tests || true
+$(VENV)/ready-for-%: $(READY)
+	@echo "make: adding the packages of kdist[$*] to $(VENV)"
+	@$(PIP) --editable '.[$*]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib tests || true
 	@touch $@

@@ -403,7 +403,7 @@ loss compares the examples of a batch.
 
 The tokenizer of GPT-2 keeps a table in this process that changes, which `2w` refuses; give it tokenized data. Where a
 step returns plain values, the table has their mean over the epoch, for Keras as well. Programs with keras-hub and
-keras-rs need `pip install 'kdist[programs]'`. `make programs` trains all programs, and writes this table.
+keras-rs need kdist's extra `programs`. `make programs` trains all programs, and writes this table.
 
 """
 
