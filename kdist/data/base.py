@@ -207,3 +207,11 @@ def iterator_spec(make: tf.types.experimental.ConcreteFunction) -> Any:
     """The type spec of the result of `iterator_over`."""
     spec = element_spec(make)
     return tf.data.IteratorSpec(spec) if isinstance(make.structured_outputs, tf.data.Dataset) else spec
+
+
+def first_batch_reader(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
+    """A function by which a worker, given by its index, reads its first batch."""
+    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
+    data.trace_transfer(num_workers)
+    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
+    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))

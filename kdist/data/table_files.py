@@ -152,7 +152,7 @@ def load_npz(path: str | Path) -> dict[str, np.ndarray]:
             return {
                 entry.filename.removesuffix(_SUFFIX): _mapped(Path(path), file, entry)
                 if entry.compress_type == zipfile.ZIP_STORED
-                else np.lib.format.read_array(archive.open(entry))
+                else _loaded(archive, entry)
                 for entry in entries
             }
     except OSError as error:
@@ -174,3 +174,9 @@ def _mapped(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> np.ndarray:
         # An empty array cannot be mapped.
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
+
+
+def _loaded(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(entry) as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return array

@@ -46,7 +46,7 @@ class GradientAggregator:
         return self.send_packed(self.pack(output, pulled), output.phase)
 
     def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
-        """The tensors on the worker that `deliver` moves."""
+        """The tensors on the worker that `send_packed` moves."""
         messages = self._store.fuse(weighted(self._store, output, pulled))
         self._layouts[output.phase] = [layout for _, layout in messages]
         return [tensor for tensor, _ in messages]

@@ -418,7 +418,7 @@ class Checkpoints:
             ) from None
 
     def _remove_left_behind(self) -> None:
-        for path in list(self.folder.glob("*")):
+        for path in self._files():
             if LEFT_BEHIND.fullmatch(path.name):
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -443,8 +443,11 @@ class Checkpoints:
             warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
-        pattern = re.compile(rf"{prefix.name}\.data-\d+-of-\d+")
-        return sorted(path for path in self.folder.glob("*") if pattern.fullmatch(path.name))
+        return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
+
+    def _files(self) -> list[Path]:
+        # `glob` would take a folder that cannot be listed for an empty one.
+        return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
 
 def way_to(step: int, follows: Mapping[int, int]) -> list[int]:

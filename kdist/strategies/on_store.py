@@ -24,7 +24,7 @@ from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
-from kdist.data.base import TrainingData, iterator_over, iterator_spec, make_dataset, next_of, worker_dataset
+from kdist.data.base import TrainingData, first_batch_reader, make_dataset
 from kdist.data.splits import Splits
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
@@ -346,7 +346,7 @@ class ServersStrategy(StoreStrategy):
         coordinator = self._running()
         with self._explaining():
             coordinator.before_tracing()
-            coordinator.submit(_first_batch(data, self._shape.num_workers, batch_size))
+            coordinator.submit(first_batch_reader(data, self._shape.num_workers, batch_size))
             error = coordinator.next_finished().outcome.exception()
         if data.splits is not None:
             data.splits.restore(None)
@@ -598,11 +598,3 @@ class ServersStrategy(StoreStrategy):
             return TaskError("a worker", no_batch())
         worker = _WORKER_IN_MESSAGE.search(error.message)
         return TaskError(f"worker:{worker[1]}" if worker else "a worker", in_terms_of_tables(error, self.plan))
-
-
-def _first_batch(data: TrainingData, num_workers: int, batch_size: int | None) -> Callable[[int], None]:
-    """A function by which a worker reads its first batch."""
-    make = worker_dataset(data, num_workers=num_workers, batch_size=batch_size, num_seeds=0, seed=0)
-    data.trace_transfer(num_workers)
-    take = tf.function(next_of, autograph=False).get_concrete_function(iterator_spec(make))
-    return lambda worker: take(iterator_over(make_dataset(make, data, worker, num_workers, 0)))
