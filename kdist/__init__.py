@@ -26,6 +26,7 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist import hooks, layers
+    from kdist.config.schema import ClusterConfig
     from kdist.data.base import DataContext
     from kdist.data.table_files import load_npz
     from kdist.extras.arriving_files import arriving_files
@@ -43,6 +44,7 @@ moved.install()
 
 _MODULES = ("hooks", "layers")
 _LAZY = {
+    "ClusterConfig": "kdist.config.schema",
     "DataContext": "kdist.data.base",
     "TrainSession": "kdist.session",
     "Trainer": "kdist.trainer",
@@ -54,6 +56,7 @@ _LAZY = {
 
 __all__ = [
     "CheckpointError",
+    "ClusterConfig",
     "ClusterError",
     "ConfigError",
     "DataContext",
