@@ -57,7 +57,7 @@ class Trainer:
         build_model: a function that returns a compiled `keras.Model`, or such a model.
         cluster: `NpsMw` is N servers and M workers, `Mw` workers alone: in a Slurm step or TF_CONFIG of as many tasks,
             this process is one of them; otherwise it starts them for the time of a `fit`. `local` is this process. Or a
-            `kdist.config.schema.ClusterConfig`, with any key of the config group `cluster`.
+            `kdist.ClusterConfig`, with any key of the config group `cluster`.
         strategy: `parameter_server`, `sync_replicas`, `mirrored`, `multi_worker_mirrored`, `single`, or `auto` to
             choose by the cluster. Or a custom class, derived from the class of one of these.
         run_dir (str | Path | None): folder, or URL as `s3://bucket/folder`, for all files of a run; its checkpoints are

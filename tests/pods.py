@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ class Pod:
 
     Attributes:
         name: by which the others find it.
-        arguments: of its container, after those of the image.
+        command: of its container, with its arguments, which are also `arguments`; as the kubelet resolves them.
         variables: of its container, as the kubelet resolves them.
         spec: what the manifest says about it.
         job: the Job.
     """
 
     name: str
+    command: list[str]
     arguments: list[str]
     variables: dict[str, str]
     spec: Manifest
@@ -58,51 +60,51 @@ def of_kind(kind: str, manifests: list[Manifest]) -> list[Manifest]:
 
 def pods_of(manifests: list[Manifest]) -> list[Pod]:
     """The pods of all Jobs."""
-    return [
-        _pod(job, index, manifests) for job in of_kind("Job", manifests) for index in range(job["spec"]["completions"])
-    ]
+    return [_pod(job, index) for job in of_kind("Job", manifests) for index in range(job["spec"]["completions"])]
 
 
 def base() -> list[Manifest]:
     """`deploy/kubernetes/base` as kustomize puts it together, without names of images and labels."""
     folder = KUBERNETES / "base"
-    manifests = [each for each in documents(folder) if isinstance(each, dict) and each["kind"] != "Kustomization"]
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    manifests = [each for each in documents(folder) if isinstance(each, dict) and "apiVersion" in each]
+    (kustomization,) = of_kind("Kustomization", manifests)
     for job in of_kind("Job", manifests):
         for patch in kustomization["patches"]:
             for change in yaml.safe_load((folder / patch["path"]).read_text()):
                 assert (change["op"], change["path"]) == ("add", "/spec/template/spec/containers/0/args")
                 job["spec"]["template"]["spec"]["containers"][0]["args"] = change["value"]
-    for given in kustomization["configMapGenerator"]:
-        data = {name: (folder / name).read_text() for name in given["files"]}
-        manifests.append({"kind": "ConfigMap", "metadata": {"name": given["name"]}, "data": data})
-    return manifests
+    return [each for each in manifests if each is not kustomization]
 
 
-def _pod(job: Manifest, index: int, manifests: list[Manifest]) -> Pod:
-    spec = job["spec"]["template"]["spec"]
+def _pod(job: Manifest, index: int) -> Pod:
+    spec, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
     (container,) = spec["containers"]
+    # The Job controller adds the index, after the others.
     known: dict[str, str] = {}
     for variable in container["env"]:
-        known[variable["name"]] = _value(variable, index, manifests, known)
+        known[variable["name"]] = _value(variable, name, known)
+    known["JOB_COMPLETION_INDEX"] = str(index)
+    command, arguments = ([_expanded(text, known) for text in container[key]] for key in ("command", "args"))
     # The host name of a pod of an Indexed Job, and the service that it names.
-    name = f"{job['metadata']['name']}-{index}.{spec['subdomain']}"
-    return Pod(name, container["args"], known, spec, job)
+    return Pod(f"{name}-{index}.{spec['subdomain']}", [*command, *arguments], arguments, known, spec, job)
 
 
-def _value(variable: Manifest, index: int, manifests: list[Manifest], known: dict[str, str]) -> str:
+def _value(variable: Manifest, job: str, known: dict[str, str]) -> str:
     if "value" in variable:
-        # A name that is not known yet stays as it is.
-        return re.sub(r"\$\((\w+)\)", lambda found: known.get(found[1], found[0]), variable["value"])
-    source = variable["valueFrom"]
-    if "fieldRef" in source:
-        assert source["fieldRef"]["fieldPath"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        return str(index)
-    key = source["configMapKeyRef"]
-    (config,) = [each for each in of_kind("ConfigMap", manifests) if each["metadata"]["name"] == key["name"]]
-    return config["data"][key["key"]]
+        return _expanded(variable["value"], known)
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['batch.kubernetes.io/job-name']"
+    return job
 
 
-def cluster_of(pod: Pod) -> dict[str, list[str]]:
-    """The addresses in the TF_CONFIG of a pod."""
-    return json.loads(pod.variables["TF_CONFIG"])["cluster"]
+def _expanded(text: str, known: dict[str, str]) -> str:
+    # A name that is not known stays as it is.
+    return re.sub(r"\$\((\w+)\)", lambda found: known.get(found[1], found[0]), text)
+
+
+def environment_of(pod: Pod) -> dict[str, str]:
+    """The variables with which a pod starts `python -m kdist`, once its shell has run."""
+    shell, option, script, *_ = pod.command
+    seen = script.replace("exec python", 'exec printf %s "$TF_CONFIG" #')
+    done = subprocess.run([shell, option, seen], env={**pod.variables, "PATH": os.environ["PATH"]}, capture_output=True,
+                          text=True, check=True, timeout=10)  # fmt: skip
+    return {**pod.variables, "TF_CONFIG": done.stdout}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kdist.cli.main import Command
 
 _CONF = resources.files("kdist.conf")
+#: Whose arguments are those of a class of the user's.
+_OPEN = ("model.", "data.", "hooks.")
 _HELP = """\
 kdist {version}: distributed training of Keras 3 models on TensorFlow
 
@@ -77,9 +79,10 @@ def unknown_key(key: str, beside: Iterable[str] = ()) -> ConfigError:
     """The error for a key that does not exist, with a similar one, of those `beside` it first, or a way to find one."""
     known = [*beside, *(known for known, _, _ in _walk(Config))]
     known += [f"hooks.{name}.{argument}" for name, hook in _default_hooks().items() for argument in hook]
-    is_open = key.startswith(("model.", "data.", "hooks."))
-    otherwise = f"a new argument is added with a plus: +{key}=..." if is_open else "--help lists the keys"
-    return ConfigError(f"{key}: there is no such key; {did_you_mean(key, known) or otherwise}")
+    hint = did_you_mean(key, known) or ("" if key.startswith(_OPEN) else "--help lists the keys")
+    if key.startswith(_OPEN):
+        hint = f"{hint} A new argument is added with a plus: +{key}=...".strip()
+    return ConfigError(f"{key}: there is no such key; {hint}")
 
 
 def _default_hooks() -> dict[str, dict[str, Any]]:

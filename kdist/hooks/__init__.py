@@ -7,8 +7,6 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from kdist.errors import ConfigError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_values import BestCheckpoint, EarlyStopping
@@ -78,12 +76,13 @@ def check_hooks(hooks: Sequence[Any]) -> list[Hook]:
     """The hooks as a list.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: one is not a hook.
     """
     for hook in hooks:
         if isinstance(hook, type):
             raise ConfigError(f"hooks: {hook.__name__} is a class; give an instance, {hook.__name__}(...)")
-        if isinstance(hook, keras.callbacks.Callback):
+        # Keras is not imported for it: `--help` reads this module.
+        if hasattr(hook, "on_epoch_end"):
             raise ConfigError(f"hooks: {type(hook).__name__} is a Keras callback; give it to fit(callbacks=[...])")
         if not isinstance(hook, Hook):
             raise ConfigError(f"hooks: {hook!r} is a {type(hook).__name__}, not a kdist.hooks.Hook")

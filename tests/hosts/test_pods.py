@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 #: What the manifests say, but for the recipe and its run dir.
 _REPLACED = ("+recipe=", "run.dir=")
-_CHIEF, _WORKER, _SERVERS = "train-worker-0", "train-worker-1", ("train-ps-0", "train-ps-1")
+_CHIEF, _WORKER, _SERVERS = "train-0", "train-1", ("train-2", "train-3")
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Cluster:
                     host.inside(sys.executable, "-m", "kdist", *given, *MINE, "run.log_format=text", *self.arguments,
                                 cwd=self.network.disk),
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    env={**environment(), **pod.variables},
+                    env={**environment(), **pods.environment_of(pod)},
                 )  # fmt: skip
             self.running[name] = Running(pod, host, process, log)
 
@@ -202,3 +202,16 @@ def test_a_chief_that_is_killed_is_replaced(cluster: Cluster) -> None:
     assert cluster.ended == [(_CHIEF, -signal.SIGKILL)]
     cluster.tend_until(None)
     assert [code for _, code in cluster.ended[1:]] == [0] * 4, cluster.all_said()
+
+
+def test_a_run_that_would_fail_again_ends_all_pods(cluster: Cluster) -> None:
+    cluster.arguments = (*cluster.arguments, "+data.nonsense=1")
+    cluster.start()
+    with pytest.raises(RuntimeError, match=f"{_CHIEF}.* ended with 2, and the Job fails"):
+        cluster.tend_until(None)
+    assert "nonsense" in cluster.said(_CHIEF)
+    # Then the Job deletes the others, which wait for their chief.
+    cluster.terminate(*cluster.running)
+    codes = {name: running.process.wait(30) for name, running in cluster.running.items()}
+    assert set(codes.values()) <= {2, 143}, cluster.all_said()
+    assert codes.keys() >= set(_SERVERS)

@@ -12,6 +12,7 @@ import pytest
 from helpers import REPO
 from hydra._internal.utils import get_args_parser
 
+import kdist
 from kdist.cli.compose import as_hydra_reads, compose, without_hydra
 from kdist.cli.experiment import check_job
 from kdist.cli.hydra_plugins import register
@@ -107,3 +108,34 @@ def test_commands_of_the_docs_run(page: str, arguments: list[str], tmp_path: Pat
     shorter += [part] if any(a.startswith("+recipe=mnist") for a in arguments) else []
     done = kdist(*arguments, *shorter, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def _messages() -> str:
+    """All texts in the code, a line each, without what is put into them."""
+    texts = []
+    for path in sorted((REPO / "kdist").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def test_the_messages_that_troubleshooting_explains_are_in_the_code() -> None:
+    page = (REPO / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(rows) > 30
+    code = _messages()
+    absent = [row for row in rows if not re.search("[^\n]*".join(map(re.escape, row.split("..."))), code)]
+    assert absent == []
+
+
+def test_the_reference_has_every_hook() -> None:
+    page = (REPO / "docs" / "reference" / "hooks.md").read_text()
+    listed = re.findall(r"^::: kdist\.hooks\.(\w+)$", page, re.MULTILINE)
+    classes = [name for name in kdist.hooks.__all__ if name[0].isupper()]
+    described_in_base = ("Hook", "RunContext", "RunValues", "Session")
+    assert sorted(listed) == sorted(["base", *(name for name in classes if name not in described_in_base)])

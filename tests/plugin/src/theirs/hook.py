@@ -1,13 +1,14 @@
-"""A hook that keeps the best validation accuracy in a file."""
+"""A hook that keeps the best validation accuracy in a file, and prints it."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from kdist.console.lines import event_line
 from kdist.hooks import Hook
 
 
 class BestAccuracy(Hook):
-    """Writes the best validation accuracy so far to `best-accuracy.txt` in the run dir.
+    """Writes the best validation accuracy so far to `best-accuracy.txt` in the run dir, and prints each new one.
 
     Args:
         digits: of the number.
@@ -22,5 +23,10 @@ class BestAccuracy(Hook):
         self._best = 0.0
 
     def after_validation(self, session: Any, logs: Mapping[str, float]) -> None:
-        self._best = max(self._best, logs["accuracy"])
-        (session.run_dir / "best-accuracy.txt").write_text(f"{self._best:.{self._digits}f}\n")
+        if logs["accuracy"] <= self._best:
+            return
+        self._best = logs["accuracy"]
+        text = f"{self._best:.{self._digits}f}"
+        (session.run_dir / "best-accuracy.txt").write_text(f"{text}\n")
+        values = {"best_accuracy": self._best}
+        session.print_line(event_line("top", session.global_step, session.last_step, f"accuracy {text}", values=values))
