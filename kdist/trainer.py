@@ -67,6 +67,8 @@ class Trainer:
         name: shown on the first line and used in the default `run_dir`; the script's name if None.
         steps_per_call: steps that a worker runs per call of the chief; `auto` adapts them to the model.
         resume: `auto`, `never` or `must`; see `TrainSession`.
+        start_from: a run dir, or a file `x.keras`, whose values a run without a checkpoint begins with, as far as they
+            fit: weights, slots of the optimizer and tables of the same name and shape. The global step begins at 0.
         seed: makes shuffling and Dropout repeatable; from 0 to 2**32 - 1. None: the seed of a resumed run, else random.
         start_timeout: seconds within which every task must serve; None, here and for the next two: as in `cluster`.
         step_timeout: seconds without progress after which an unresponsive task is replaced, or the run fails.
@@ -106,6 +108,7 @@ class Trainer:
         name: str | None = None,
         steps_per_call: int | str = TrainConfig.steps_per_call,
         resume: str = RunConfig.resume,
+        start_from: str | Path | None = None,
         seed: int | None = None,
         start_timeout: float | None = None,
         step_timeout: float | None = None,
@@ -147,6 +150,7 @@ class Trainer:
                 stop_signals=list(stop_signals),
                 storage_timeout=storage_timeout,
                 resume=resume,
+                start_from=None if start_from is None else os.fspath(start_from),
                 log_format=log_format,
             ),
         )
@@ -259,6 +263,8 @@ class Trainer:
         validation_freq: int | Collection[int] = 1,
         *,
         steps: int | None = None,
+        more_epochs: int | None = None,
+        more_steps: int | None = None,
         validation_every_steps: int | None = None,
         validate_with_ema: bool = TrainConfig.validate_with_ema,
     ) -> keras.callbacks.History:
@@ -288,6 +294,8 @@ class Trainer:
             steps: the global step to stop at; overrides `epochs`. Without it and `steps_per_epoch`, an epoch of data of
                 unknown length is a pass over it; one of an infinite dataset, or of a function, has no end: training
                 ends by a hook, a callback or a signal.
+            more_epochs, more_steps: so many more, from where `run_dir` is, on this data from its beginning; override
+                `epochs` and `steps`. The same call again continues a fit that was stopped, or else trains as many more.
             validation_every_steps: also validate at multiples of this global step.
             validate_with_ema: during training, too, validate the moving averages of an optimizer with `use_ema` instead
                 of the parameters. At the end the model always gets the averages, and they are validated.
@@ -453,7 +461,7 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits()
+            yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits().going_on()
 
     def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()

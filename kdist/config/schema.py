@@ -266,6 +266,12 @@ class TrainConfig:
     epochs: Optional[int] = None
     """Passes over the data; 0 trains nothing. null, without `steps`: 1."""
 
+    more_steps: Optional[int] = None
+    """Steps to train from where the run dir is, whatever `steps` and `epochs`; at least 1."""
+
+    more_epochs: Optional[int] = None
+    """Passes over the data, which begins anew, from where the run dir is, whatever `steps` and `epochs`; at least 1."""
+
     batch_size: Optional[int] = 32
     """Examples per replica and step; at least 1. null: 32, or what reads arrays in `steps_per_epoch` steps."""
 
@@ -285,9 +291,11 @@ class TrainConfig:
     """During training, validate the moving averages of an optimizer with `use_ema` instead of the parameters."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "steps_per_epoch", "validation_every_steps"):
+        for name in ("steps", "more_steps", "more_epochs", "batch_size", "steps_per_epoch", "validation_every_steps"):
             checks.check_whole_number(f"train.{name}", getattr(self, name))
         checks.check_whole_number("train.epochs", self.epochs, at_least=0)
+        if self.more_steps and self.more_epochs:
+            raise ConfigError(f"train.more_steps={self.more_steps}: give either this or train.more_epochs")
         checks.check_whole_number("train.max_restarts", self.max_restarts, at_least=0, required=True)
         checks.number_or_auto("train.steps_per_call", self.steps_per_call, at_least=1)
 
@@ -340,6 +348,9 @@ class RunConfig:
 
     storage_timeout: float = 60.0
     """Seconds for which object storage may fail before a save counts as failed; more than 0."""
+
+    start_from: Optional[str] = None
+    """A run dir, or a file `x.keras`, whose values a run without a checkpoint begins with, as far as they fit."""
 
     resume: str = "auto"
     """`auto` resumes if there is a checkpoint, `must` fails if there is none, `never` starts over."""

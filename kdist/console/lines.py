@@ -99,6 +99,13 @@ def resume_line(step: int, last_step: int | None, path: Path) -> Line:
     return _line("load", _wide_step(step, last_step), _short(path), step=step, values={"path": str(path)})
 
 
+def start_from_line(source: str, num_values: int, new: Sequence[str]) -> Line:
+    """`begin | 8 values of runs/day1/checkpoints/ckpt-500; new are parameters/dense_2/kernel, ...`"""
+    others = ", ".join(new[:_MAX_ITEMS]) + (f", ... ({len(new)})" if len(new) > _MAX_ITEMS else "")
+    text = f"{num_values} values of {source}" + (f"; new are {others}" if new else "")
+    return _line("begin", text, values={"source": source, "values": num_values, "new": list(new)})
+
+
 def best_line(step: int, last_step: int | None, best: int) -> Line:
     """`best  | step   1000      | restored step 600, which validated best`"""
     what = f"restored step {best}, which validated best"

@@ -85,6 +85,10 @@ class TrainingData(abc.ABC):
         """Batches of all workers in one pass over the data; None if it is not known, or the data has no end."""
         return None
 
+    def fingerprint(self) -> str | None:
+        """Tells it from other data, however it is read; None if nobody knows."""
+        return None
+
     def state(self) -> str | None:
         """The part of data that may end which was read, as JSON; None of endless data."""
         return None if self.splits is None else self.splits.state()

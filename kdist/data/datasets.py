@@ -31,6 +31,9 @@ class DatasetData(TrainingData):
         self._graph = dataset_graph(dataset, num_iterators)
         self.is_untried = uses_libraries(self._graph)
 
+    def fingerprint(self) -> str | None:
+        return None if self._num_batches is None else f"{self._num_batches} batches of {self._element_spec}"
+
     def batches_per_pass(self, num_workers: int) -> int | None:
         return self._num_batches
 

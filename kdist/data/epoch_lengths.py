@@ -1,9 +1,12 @@
-"""`EpochLengths`: the steps at which epochs begin and end, as Keras counts them."""
+"""`EpochLengths`: the steps at which epochs begin and end, as Keras counts them; and `EpochCount`, a run's count."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,57 @@ class EpochLengths:
         """The number of its steps."""
         return self.begin_of(epoch + 1) - self.begin_of(epoch)
 
+    def continuing(self, count: EpochCount, step: int) -> EpochLengths:
+        """The same lengths, placed so that at `step`, where a run has this count, as much of the epoch is done."""
+        placed = replace(self, first_step=count.begin)
+        epoch = count.epoch - count.first_epoch
+        if not count.length or (placed.epoch_at(step), placed.length_of(epoch)) == (epoch, count.length):
+            return placed
+        from_zero = replace(self, first_step=0)
+        done = round(count.batch / count.length * from_zero.length_of(epoch))
+        return replace(self, first_step=step - from_zero.begin_of(epoch) - done)
+
     @property
     def _epochs_per_pass(self) -> int:
         return -(-self.steps_per_pass // self.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class EpochCount:
+    """The epochs of a run so far, as its checkpoints have them: with other batches or another cluster they go on.
+
+    Attributes:
+        origin: the global step of the model with which the run began.
+        begin: the global step at which the data, and epoch `first_epoch`, began.
+        epoch: the number of the present epoch, from 0, of which `batch` of `length` steps are done; 0 if not known.
+        more_epochs, epochs: of a fit that trains so many more, and the number at which it ends; 0 of any other.
+        more_steps, steps: the same, in global steps.
+    """
+
+    origin: int = 0
+    begin: int = 0
+    first_epoch: int = 0
+    epoch: int = 0
+    batch: int = 0
+    length: int = 0
+    more_epochs: int = 0
+    epochs: int = 0
+    more_steps: int = 0
+    steps: int = 0
+
+    @classmethod
+    def of_array(cls, values: Sequence[int]) -> EpochCount:
+        """The count in a checkpoint; those of kdist 0.1.0 have two values."""
+        begin, first_epoch, *others = map(int, values)
+        origin, *later = others or [begin]
+        return cls(origin, begin, first_epoch, *(later or [first_epoch]))
+
+    def to_array(self) -> np.ndarray:
+        """The values as in a checkpoint, int64 `[n]`; the first two are those of kdist 0.1.0."""
+        origin, begin, first_epoch, *others = astuple(self)
+        return np.array([begin, first_epoch, origin, *others], np.int64)
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs that are done; one that was begun counts."""
+        return self.epoch + (self.batch > 0)

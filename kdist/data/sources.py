@@ -7,6 +7,7 @@ pass alone, so that any place in any pass is found at once; a dataset is read up
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from kdist.data.file_column import columns_of
 from kdist.data.serialization import CannotTravel, check_function, may_need_this_process
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.errors import ConfigError
+
+#: Of arrays, for their fingerprint.
+_ROWS_TO_COMPARE = 32
 
 
 class ArrayData(TrainingData):
@@ -50,6 +54,14 @@ class ArrayData(TrainingData):
         self._order = np.arange(self._num_examples)
         if shuffle:
             np.random.default_rng(self._seed).shuffle(self._order)
+
+    def fingerprint(self) -> str:
+        rows = np.unique(np.linspace(0, self._num_examples - 1, _ROWS_TO_COMPARE).astype(int))
+        crc = 0
+        for column in self._columns:
+            values = np.asarray(column.values[rows])
+            crc = zlib.crc32(repr(values.tolist()).encode() if values.dtype.kind == "O" else values.tobytes(), crc)
+        return f"{self._num_examples} examples, {crc:08x}"
 
     def batches_per_pass(self, num_workers: int) -> int:
         return self._batches_of_worker(num_workers) * self._num_parts(num_workers)

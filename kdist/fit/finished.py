@@ -61,15 +61,17 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
     result = files.read_result()
     if result.get("status") != "done":
         return None
-    first_step = fit.model_step
     if fit.resume is None:
         # It continues from the model, which the fit before has trained.
-        first_step, step = 0, first_step
+        first_step, step = 0, fit.model_step
         if train.steps is None or not 0 < train.steps <= step:
             return None
     else:
-        step = max(files.checkpoints().steps(), default=0)
-        if not step or not _is_last(fit, result, first_step, step) or not _gives_values(fit, step):
+        first_step, step = fit.count.origin, max(files.checkpoints().steps(), default=0)
+        if not step or fit.begins_anew or not _is_last(fit, result, step):
+            return None
+        _check_is_same_data(fit, step)
+        if not _gives_values(fit, step):
             return None
     if not fit.is_quiet:
         say(lines.reached_line(step, str(files)))
@@ -78,15 +80,26 @@ def _ended_before(fit: Fit) -> FitOutcome | None:
     return FitOutcome(Result.of(result), resume, _history(fit, first_step, step), left_on_servers=left)
 
 
-def _is_last(fit: Fit, result: dict[str, Any], first_step: int, step: int) -> bool:
-    """True if a run that began at `first_step` would end at `step`, where it is resumed."""
+def _check_is_same_data(fit: Fit, step: int) -> None:
+    """Refuses to leave data alone that the run has not trained on."""
+    before, now = fit.files.checkpoints().fingerprint(), fit.training_data.fingerprint()
+    if None not in (before, now) and before != now:
+        raise ConfigError(
+            f"run.dir={fit.files}: has reached its end, step {step}, on other data ({before}; this is {now})\n"
+            "  to train on this data, too: train.more_epochs=1 (fit(..., more_epochs=1)), or more_steps\n"
+            f"  to train another model that begins with its values: another run.dir, run.start_from={fit.files}"
+        )
+
+
+def _is_last(fit: Fit, result: dict[str, Any], step: int) -> bool:
+    """True if the run would end at `step`, where it is resumed."""
     train = fit.config.train
     ends = [hook.last_step for hook in fit.hooks if isinstance(hook, StopAtStep) and not hook.follows_fit]
     if any(end is not None and step >= end for end in ends):
         return True
     if train.steps is not None or train.epochs is None:
         return train.steps is not None and step >= train.steps
-    data, num_epochs = fit.training_data, train.epochs - fit.first_epoch(first_step)
+    data, num_epochs = fit.training_data, train.epochs - fit.count.first_epoch
     if data.passes is not None and data.splits is not None:
         state = fit.files.checkpoints().data_state(step)
         data.splits.restore(state)

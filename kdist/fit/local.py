@@ -28,6 +28,7 @@ from kdist.hooks.data_position import hooks_of
 from kdist.hooks.epochs import EPOCHS, EpochRecorder, last_step_of
 from kdist.hooks.keras_callbacks import Callbacks, as_hooks
 from kdist.hooks.metrics_recorder import MetricsRecorder
+from kdist.hooks.warm_start import WarmStart
 from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
@@ -148,13 +149,12 @@ class LocalFit(Hook):
         data, make_strategy = self._data_and_strategy()
         lengths = fit.epoch_lengths(data)
         resumes = fit.resumes
-        # A resumed run counts from its beginning, which is where the model is: the checkpoint has not been read yet.
-        first_step = fit.model_step
-        first_epoch = fit.first_epoch(first_step)
+        # A resumed run counts from its beginning; the checkpoint has not been read yet.
+        first_epoch = fit.count.first_epoch
         earlier = fit.files.read_result().get("best") if resumes else None
-        if train.steps is not None and 0 < train.steps <= first_step:
+        if train.steps is not None and 0 < train.steps <= fit.model_step:
             raise ConfigError(
-                f"steps={train.steps}: the model has had {first_step} updates; steps is the global step to stop at"
+                f"steps={train.steps}: the model has had {fit.model_step} updates; steps is the global step to stop at"
             )
         self._best = BestValues(model, earlier)
         by_passes = data.passes is not None
@@ -178,7 +178,8 @@ class LocalFit(Hook):
             lengths=lengths,
             passes=data.passes,
             epochs=train.epochs,
-            first_step=first_step,
+            first_step=fit.count.begin if lengths is None else lengths.first_step,
+            run_began_at=fit.count.origin,
             first_epoch=first_epoch,
             validate=validate if validate.has_data else None,
             best=self._best,
@@ -190,15 +191,18 @@ class LocalFit(Hook):
             prints_epochs=train.steps is None,
         )
         self._hooks = _in_order(hooks, [recorder, self], has_last_step=last_step is not None)
-        spec = fit.training_spec(data, last_step=last_step, epoch_lengths=lengths, first_epoch=first_epoch)
+        spec = fit.training_spec(data, last_step=last_step, epoch_lengths=lengths)
         if fit.hparams:
             # 0.1, and not 0.10000000149.
             rate = float(str(np.float32(spec.learning_rate(0))))
             self._hparams = of_run(fit.strategy_name, str(fit.place.shape), rate, fit.hparams)
+        source = fit.config.run.start_from
+        warm_start = [WarmStart(source)] if source is not None and not resumes and fit.resume is not None else []
+        of_data = hooks_of(data.splits, resumes=resumes and not fit.begins_anew)
         return TrainSession(
             make_strategy,
             replace(spec, stays_on_servers=self._stays_on_servers),
-            [metrics, *hooks_of(data.splits, resumes=resumes), *self._hooks, *self._evaluator()],
+            [metrics, *warm_start, *of_data, *self._hooks, *self._evaluator()],
             checkpoints=fit.files.checkpoints(),
             summaries=fit.files.summaries(),
             last_step=last_step,

@@ -27,7 +27,7 @@ from kdist.config.record import plain_values
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.data.base import Readers, TrainingData
-from kdist.data.epoch_lengths import EpochLengths
+from kdist.data.epoch_lengths import EpochCount, EpochLengths
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
 from kdist.dispatch import connection
@@ -47,7 +47,10 @@ from kdist.strategies.prepared_training import prepare
 
 #: The arguments of `fit` that are keys of the config, by their group.
 _IN_CONFIG = {
-    "train": ("batch_size", "steps", "epochs", "steps_per_epoch", "validation_every_steps", "validate_with_ema"),
+    "train": (
+        *("batch_size", "steps", "epochs", "more_steps", "more_epochs", "steps_per_epoch"),
+        *("validation_every_steps", "validate_with_ema"),
+    ),
     "run": ("verbose",),
 }
 
@@ -150,6 +153,7 @@ class Fit:
         resume: `auto`, `never` or `must`; None continues from the model as it is.
         hparams: of the run, for TensorBoard.
         num_fits: of the same trainer before, whose values the model has.
+        goes_on: the count of a fit that trains more on the data from its beginning; None of any other.
     """
 
     config: Config
@@ -162,6 +166,7 @@ class Fit:
     hparams: Mapping[str, Any]
     origin: Origin
     num_fits: int = 0
+    goes_on: EpochCount | None = None
 
     @classmethod
     def of(cls, config: Config, arguments: Mapping[str, Any], place: Place, **others: Any) -> Fit:
@@ -185,6 +190,24 @@ class Fit:
         for name, limit in lower.items():
             warn(f"{name}={given[name]}: limited to {limit} by keras.config.set_max_{name}")
         return replace(self, config=self.config.with_values(train=lower))
+
+    def going_on(self) -> Fit:
+        """The same fit, with `more_epochs` or `more_steps` as the epoch or global step at which it ends.
+
+        They count from the newest checkpoint, and begin the data anew. If that is of the same fit, which was stopped
+        before its end, the rest of it is left.
+        """
+        more_epochs, more_steps = self.config.train.more_epochs or 0, self.config.train.more_steps or 0
+        if not more_epochs and not more_steps:
+            return self
+        step, count = self._earlier or (self.model_step, EpochCount(self.model_step, epoch=self.data.initial_epoch))
+        is_same = (count.more_epochs, count.more_steps) == (more_epochs, more_steps)
+        if not is_same or not (count.num_epochs < count.epochs or step < count.steps):
+            done = count.num_epochs
+            count = EpochCount(count.origin, step, done, done, more_epochs=more_epochs, more_steps=more_steps)
+            count = replace(count, epochs=more_epochs and done + more_epochs, steps=more_steps and step + more_steps)
+        ends = {"epochs": count.epochs or None, "steps": count.steps or None}
+        return replace(self, config=self.config.with_values(train=ends), goes_on=count)
 
     @cached_property
     def record(self) -> Mapping[str, Any]:
@@ -397,8 +420,11 @@ class Fit:
         Args:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
-        if data.passes is not None:
-            return None
+        lengths = None if data.passes is not None else self._epoch_lengths(data, replicas)
+        step, _ = self._earlier or (self.count.begin, None)
+        return None if lengths is None else lengths.continuing(self.count, step)
+
+    def _epoch_lengths(self, data: TrainingData, replicas: int | None) -> EpochLengths | None:
         steps_per_epoch = self.steps_per_epoch
         joins = self.strategy_name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.make_strategy().batches_per_step
@@ -407,27 +433,47 @@ class Fit:
         ends_with_data = self.config.train.steps is None and readers == batches_per_step == 1
         if steps_per_epoch is not None and not ends_with_data:
             # A pass has other steps than in Keras, for which the number is made.
-            return EpochLengths.of(steps_per_epoch, None, self.model_step)
+            return EpochLengths.of(steps_per_epoch, None)
         batches = data.batches_per_pass(readers)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
-        return EpochLengths.of(steps_per_epoch, steps_per_pass, self.model_step)
+        return EpochLengths.of(steps_per_epoch, steps_per_pass)
 
     @property
     def model_step(self) -> int:
-        """The global step of the model, where the data and the first epoch begin.
+        """The global step of the model.
 
         It counts the updates of earlier fits, or of the model's file, not those of the run that is resumed.
         """
         return int(step_counter(main_optimizer(self.source.model)))
 
-    def first_epoch(self, first_step: int) -> int:
-        """The number of the epoch that begins at `first_step` of the model, or began there in the resumed run."""
-        return self.files.checkpoints().first_epoch(first_step) if self.resumes else self.data.initial_epoch
+    @cached_property
+    def count(self) -> EpochCount:
+        """The count of epochs, from where the data and an epoch begin, or began in the run that is resumed."""
+        if self.goes_on is not None:
+            return self.goes_on
+        begin, first_epoch = self.model_step, self.data.initial_epoch
+        if self._earlier is None:
+            return EpochCount(begin, begin, first_epoch, first_epoch)
+        _, count = self._earlier
+        # A run of another beginning has counted other epochs.
+        return count if count.origin == begin else EpochCount(begin, begin)
+
+    @cached_property
+    def _earlier(self) -> tuple[int, EpochCount] | None:
+        """The step of the checkpoint that is resumed, and its count of epochs."""
+        return self.files.checkpoints().epoch_count() if self.resumes else None
+
+    @property
+    def begins_anew(self) -> bool:
+        """True if the data begins at the checkpoint that is resumed."""
+        return self._earlier is not None and self._earlier[0] == self.count.begin
 
     @property
     def resumes(self) -> bool:
-        """True if the fit continues from a checkpoint of its run dir."""
-        return self.resume in ("auto", "must") and self.files.checkpoints().newest() is not None
+        """True if the fit continues from a checkpoint of its run dir, which the chief alone reads."""
+        if not self.place.is_chief or self.resume not in ("auto", "must"):
+            return False
+        return self.files.checkpoints().newest() is not None
 
     def training_spec(
         self,
@@ -435,7 +481,6 @@ class Fit:
         *,
         last_step: int | None = None,
         epoch_lengths: EpochLengths | None = None,
-        first_epoch: int = 0,
     ) -> TrainingSpec:
         """The training that a strategy runs. A check of the model needs no ends of the run and of its epochs."""
         model = self.source.model
@@ -454,8 +499,8 @@ class Fit:
             on_servers=self.place.shape.num_ps > 0,
             stays_on_servers=lambda: self.keeps_model_on_servers,
             epoch_lengths=epoch_lengths,
-            data_begins_at=self.model_step,
-            first_epoch=first_epoch,
+            fingerprint=data.fingerprint(),
+            count=self.count if epoch_lengths is None else replace(self.count, begin=epoch_lengths.first_step),
             source=self.source,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )

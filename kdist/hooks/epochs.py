@@ -37,6 +37,7 @@ class EpochRecorder(Hook):
         passes: of data of unknown length, with which an epoch ends at the latest.
         epochs: how many, counted from 0; None for any number.
         first_step, first_epoch: the global step at which epoch `first_epoch` starts.
+        run_began_at: the global step after which the history of a resumed run begins.
         validate: returns the validation loss and metrics of a session's present parameters; None for no validation.
         resumes: whether the history begins with the epochs of the run that the session resumes.
         validation_freq: validate every this many epochs, or in these epochs (from 1). The end is always validated.
@@ -56,6 +57,7 @@ class EpochRecorder(Hook):
     epochs: int | None = None
     first_step: int = 0
     first_epoch: int = 0
+    run_began_at: int = 0
     validate: Callable[[Session], Mapping[str, float]] | None
     best: BestValues
     metrics: MetricsRecorder
@@ -241,7 +243,7 @@ class EpochRecorder(Hook):
         """Begins with the epochs of the run that is resumed."""
         earlier = epochs_of(
             self.metrics.earlier_rows,
-            after=self.first_step,
+            after=self.run_began_at,
             until=session.global_step,
             are_complete=self._have_an_end,
             with_learning_rate=self.callbacks.logs_learning_rate,
@@ -249,7 +251,7 @@ class EpochRecorder(Hook):
         if earlier:
             self._set_finished(earlier)
             self.train_logs = {n: v for n, v in earlier[-1].logs.items() if not n.startswith("val_")}
-            self.num_steps = earlier[-1].step - (earlier[-2].step if len(earlier) > 1 else self.first_step)
+            self.num_steps = earlier[-1].step - (earlier[-2].step if len(earlier) > 1 else self.run_began_at)
 
     def _set_finished(self, epochs: Sequence[Epoch]) -> None:
         self._finished = list(epochs)

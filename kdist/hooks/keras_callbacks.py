@@ -234,7 +234,7 @@ class _TerminateOnNaN(NanTensor):
         if math.isfinite(loss):
             return
         last, lengths = values.global_step - 1, spec.epoch_lengths
-        batch = last - spec.data_begins_at if lengths is None else lengths.batch_at(last)
+        batch = last - spec.count.begin if lengths is None else lengths.batch_at(last)
         for callback in self._callbacks:
             callback.set_model(spec.model)
             callback.on_batch_end(batch, {"loss": loss})

@@ -25,10 +25,12 @@ AVERAGE = "average"
 SEED = "seed"
 #: The name of the position in data that may end, in checkpoints: JSON.
 DATA_STATE = "data_state"
-#: The name, in checkpoints, of a global step and of the epoch that began there: the first one of the run.
+#: The name, in checkpoints, of the count of epochs, an `EpochCount`.
 EPOCHS_BEGIN = "epochs_begin"
+#: The name, in checkpoints, of the fingerprint of the data.
+DATA_FINGERPRINT = "data_fingerprint"
 #: The values in checkpoints beside those of the model.
-BESIDE = (SEED, DATA_STATE, EPOCHS_BEGIN)
+BESIDE = (SEED, DATA_STATE, EPOCHS_BEGIN, DATA_FINGERPRINT)
 #: The names, in deltas, of the step that a delta follows; and, before the name of a table, of its rows that have
 #: changed, and of ids that have lost their rows.
 FOLLOWS = "delta/follows"

@@ -24,9 +24,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.data.epoch_lengths import EpochCount
 from kdist.errors import CheckpointError, NonFiniteError, reason
 from kdist.log import warn
-from kdist.model.names import BESIDE, CHANGED_IDS, DATA_STATE, EPOCHS_BEGIN, EVICTED, FOLLOWS, SEED, dynamic_names
+from kdist.model.names import (
+    BESIDE,
+    CHANGED_IDS,
+    DATA_FINGERPRINT,
+    DATA_STATE,
+    EPOCHS_BEGIN,
+    EVICTED,
+    FOLLOWS,
+    SEED,
+    dynamic_names,
+)
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.storage.files import CHECKPOINT_FILE, INDEX_SUFFIX, LEFT_BEHIND, write_whole
 from kdist.storage.folder import Folder
@@ -163,6 +174,11 @@ class Checkpoints:
                     self._delete(self.path(other))
             self._write_state([step])
 
+    def fit(self, values: Values) -> bool:
+        """True if the newest checkpoint has these values, with their shapes, and no others."""
+        self._fetch(path := self.path(self._steps_of(_FULL)[-1]))
+        return not _differences_of(path, values)
+
     def restore(self, values: Values, until: float = math.inf) -> Path | None:
         """Reads the newest undamaged checkpoint, up to the step `until`, and its deltas; warns about damaged ones.
 
@@ -177,9 +193,7 @@ class Checkpoints:
             path = self.path(full)
             self._fetch(path)
             try:
-                saved = open_checkpoint(path).get_variable_to_shape_map()
-                own = {name: tuple(shape) for name, shape in saved.items() if name not in BESIDE}
-                if different := differences(own, values.shapes):
+                if different := _differences_of(path, values):
                     # If it is damaged, they mean nothing.
                     check_all(path)
                     raise CheckpointError(
@@ -273,21 +287,26 @@ class Checkpoints:
 
     def seed(self) -> int | None:
         """The seed of the run that saved the newest readable checkpoint; None without such a checkpoint."""
-        seed = self._in_newest(SEED)
+        _, seed = self._newest_with(SEED)
         return None if seed is None else int(seed)
 
-    def first_epoch(self, first_step: int) -> int:
-        """The epoch that began at the first step of the run; 0 if the newest readable checkpoint does not tell."""
-        begin = self._in_newest(EPOCHS_BEGIN)
-        return int(begin[1]) if begin is not None and begin[0] == first_step else 0
+    def epoch_count(self) -> tuple[int, EpochCount] | None:
+        """The step of the newest readable checkpoint, and its count of epochs; None if there is none."""
+        step, count = self._newest_with(EPOCHS_BEGIN)
+        return None if count is None else (step, EpochCount.of_array(count))
 
-    def _in_newest(self, name: str) -> Any:
-        """A value of the newest readable checkpoint that is not of the model; None without one."""
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the data of the newest readable checkpoint; None if it has none."""
+        _, fingerprint = self._newest_with(DATA_FINGERPRINT)
+        return None if fingerprint is None else fingerprint.decode()
+
+    def _newest_with(self, name: str) -> tuple[int, Any]:
+        """The newest readable checkpoint, and a value of it that is not of the model; None if it has none."""
         for step in reversed(self.steps()):
             # `restore` warns about damaged ones.
             with suppress(*DAMAGE_ERRORS):
-                return self._value(step, name)
-        return None
+                return step, self._value(step, name)
+        return 0, None
 
     def data_state(self, step: int) -> str | None:
         """The position in data that may end, at a step; None if the checkpoint is missing or has none."""
@@ -490,6 +509,11 @@ def check_all(path: Path) -> None:
     reader = open_checkpoint(path)
     for name in reader.get_variable_to_shape_map():
         reader.get_tensor(name)
+
+
+def _differences_of(path: Path, values: Values) -> str:
+    saved = open_checkpoint(path).get_variable_to_shape_map()
+    return differences({name: tuple(shape) for name, shape in saved.items() if name not in BESIDE}, values.shapes)
 
 
 def differences(saved: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:

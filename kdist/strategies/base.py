@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import Task
 from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
-from kdist.data.epoch_lengths import EpochLengths
+from kdist.data.epoch_lengths import EpochCount, EpochLengths
 from kdist.errors import ConfigError
 from kdist.model.embedding_lookup import TableGroup
 from kdist.model.lookup_rounds import RowSource
-from kdist.model.names import DATA_STATE, EPOCHS_BEGIN, SEED
+from kdist.model.names import DATA_FINGERPRINT, DATA_STATE, EPOCHS_BEGIN, SEED
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.calls import StepLogs
@@ -163,8 +163,8 @@ class TrainingSpec:
         on_servers: whether parameter servers have the values, and make large tables.
         stays_on_servers: whether the model, built, is too large for the chief.
         epoch_lengths: of all replicas together; None if nobody knows.
-        data_begins_at: the global step at which the workers started to read the data.
-        first_epoch: the number of the epoch that began there.
+        count: of the epochs, and where the workers began to read the data.
+        fingerprint: of the data; None if nobody knows.
         source: from which another process makes the model; None if it gets `model` itself.
         saves_deltas: whether it is marked which rows of tables change, so that checkpoints can be deltas.
     """
@@ -180,17 +180,24 @@ class TrainingSpec:
     on_servers: bool = False
     stays_on_servers: Callable[[], bool] = lambda: False
     epoch_lengths: EpochLengths | None = None
-    data_begins_at: int = 0
-    first_epoch: int = 0
+    count: EpochCount = field(default_factory=EpochCount)
+    fingerprint: str | None = None
     saves_deltas: bool = False
     source: Any = None
 
-    def beside_values(self) -> dict[str, np.ndarray]:
-        """The content of a checkpoint beside the values, by name."""
-        begin = np.array([self.data_begins_at, self.first_epoch], np.int64)
-        beside = {SEED: np.array(self.seed, np.int64), EPOCHS_BEGIN: begin}
-        state = self.data.state()
-        return beside if state is None else {**beside, DATA_STATE: np.array(state, object)}
+    def beside_values(self, step: int) -> dict[str, np.ndarray]:
+        """The content of a checkpoint of a global step beside the values, by name."""
+        count, lengths, passes = self.count, self.epoch_lengths, self.data.passes
+        if passes is not None:
+            count_of = passes.epoch_after if passes.pass_has_ended() else passes.epoch_at
+            count = replace(count, epoch=count.first_epoch + count_of(passes.num_read))
+        elif lengths is not None:
+            epoch = lengths.epoch_at(step)
+            place = {"batch": lengths.batch_at(step), "length": lengths.length_of(epoch)}
+            count = replace(count, epoch=count.first_epoch + epoch, **place)
+        beside = {SEED: np.array(self.seed, np.int64), EPOCHS_BEGIN: count.to_array()}
+        texts = {DATA_STATE: self.data.state(), DATA_FINGERPRINT: self.fingerprint}
+        return {**beside, **{name: np.array(text, object) for name, text in texts.items() if text is not None}}
 
     @property
     def first_step(self) -> int:

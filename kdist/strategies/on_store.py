@@ -78,7 +78,7 @@ class StoreStrategy(Strategy):
     def _dataset(self, worker: int) -> Any:
         """The dataset of a worker, on the task of the caller."""
         spec, num_workers, step = self._prepared.spec, self._prepared.num_workers, self._begins_at(worker)
-        first_batch = (step - spec.data_begins_at) * self.batches_per_step // num_workers
+        first_batch = (step - spec.count.begin) * self.batches_per_step // num_workers
         return make_dataset(self._make_dataset, spec.data, worker, num_workers, step, first_batch)
 
     def _begins_at(self, worker: int) -> int:
@@ -236,7 +236,8 @@ class StoreValues(Values):
 
     def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
         def begin() -> Callable[[], None]:
-            return self._store.files.begin_save(prefix, self._spec.beside_values(), since, copies=aside)
+            beside = self._spec.beside_values(self._store.counters.global_step())
+            return self._store.files.begin_save(prefix, beside, since, copies=aside)
 
         def write() -> None:
             begin()()
