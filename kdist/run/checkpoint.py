@@ -48,6 +48,7 @@ from kdist.storage.tensorflow_paths import open_checkpoint
 if TYPE_CHECKING:
     from kdist.strategies.base import Values
 
+_DATA_PART = re.compile(r"\.data-\d+-of-\d+")
 _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"
 _ANEW = "run.resume=never to start anew"
@@ -462,7 +463,9 @@ class Checkpoints:
             warn(f"{self.place}/{path.name} could not be deleted: {error}")
 
     def _data_of(self, prefix: Path) -> list[Path]:
-        return sorted(path for path in self._files() if re.fullmatch(rf"{prefix.name}\.data-\d+-of-\d+", path.name))
+        begin = prefix.name
+        files = (path for path in self._files() if path.name.startswith(begin))
+        return sorted(path for path in files if _DATA_PART.fullmatch(path.name, len(begin)))
 
     def _files(self) -> list[Path]:
         # `glob` would take a folder that cannot be listed for an empty one.

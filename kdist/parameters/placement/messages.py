@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from kdist.model.lookup_rounds import RowSource
@@ -82,6 +83,11 @@ class Layout:
             for (key, shape), indices, rows in zip(self.row_shapes.items(), parts, parts[num_tables:])
         }
         return slices | self._split_dense(dense) if self.shapes else slices
+
+    def split_array(self, packed: np.ndarray) -> dict[Any, np.ndarray]:
+        """Dense tensors of their own dtype, flat, by their keys: an operation for each would take longer."""
+        ends = np.cumsum([shape.num_elements() for shape in self.shapes.values()])
+        return dict(zip(self.shapes, np.split(packed, ends[:-1])))
 
     def _split_dense(self, packed: tf.Tensor) -> dict[Any, tf.Tensor]:
         return dict(zip(self.shapes, unfuse(Wire.unpack(packed, self.dtype), list(self.shapes.values()))))

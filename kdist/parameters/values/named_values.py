@@ -111,10 +111,8 @@ class NamedValues:
         """
         wanted = self._shards.keys() if names is None else names
         flat: dict[int, np.ndarray] = {}
-        fused = self._fuse_small()
-        with tf.device("CPU:0"):
-            for tensor, layout in zip(fused, self._layouts):
-                flat |= {key: value.numpy().ravel() for key, value in layout.split(tensor).items()}
+        for fused, layout in zip(self._fuse_small(), self._layouts):
+            flat |= layout.split_array(fused.numpy())
         large = [name for name, shards in self._shards.items() if any(id(s.variable) not in flat for s in shards)]
         yield {
             name: np.concatenate([flat[id(s.variable)][s.start : s.stop] for s in shards]).reshape(self.shapes[name])
