@@ -58,7 +58,7 @@ class WarmStart(Hook):
 
     def _of_model(self) -> dict[str, np.ndarray]:
         try:
-            return read_from_model(keras.saving.load_model(self._source))
+            return read_from_model(keras.saving.load_model(self._source, safe_mode=True))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"{_KEY}={self._source}: cannot be loaded: {error}") from None
 

@@ -36,14 +36,16 @@ def test_a_terminal_shows_where_training_is() -> None:
     assert shown.rstrip("\n").endswith("\x1b[2K")
 
 
-def test_a_narrow_terminal_shows_every_column() -> None:
+def test_a_narrow_terminal_shows_the_columns_that_fit() -> None:
+    """A line that wraps would leave remnants."""
     narrow = terminal(width=40)
     line = TerminalLine(narrow)
     columns = ["step    100/2000", "loss 0.4213", "accuracy 0.8750", "412.3 steps/s", "ETA 5s", "staleness 1.0"]
     line.show(100, 2000, columns)
     line.close()
     shown = " ".join(written_to(narrow).split())
-    assert all(" ".join(column.split()) in shown for column in columns)
+    assert "step 100/2000 | loss 0.4213" in shown
+    assert "ETA" not in shown
 
 
 def test_a_file_gets_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
