@@ -71,7 +71,8 @@ def _shards_of_arrays(arrays: Any, batch_size: int, number: int) -> EvaluationSh
     def arguments(shard: int) -> list[WorkerArgument]:
         return [column.share(slice(cuts[shard], cuts[shard + 1]), max_rows) for column in columns]
 
-    def dataset(_: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:
+    # TensorFlow warns of an argument called `_`.
+    def dataset(shard: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:  # noqa: ARG001
         arrived = arrived_shares(columns, max_rows, arguments)
         numbers = tf.data.Dataset.range(arrived[0].num_rows).batch(batch_size)
         batches = numbers.map(lambda chosen: tf.nest.pack_sequence_as(structure, [a.take(chosen) for a in arrived]))

@@ -80,7 +80,7 @@ class MonitoringHook(Hook, abc.ABC):
         if name not in logs:
             what = "progressive validation" if self._is_progressive else "validation"
             raise ConfigError(f"{self._key}: {what} reports {', '.join(logs)}")
-        if isinstance(value := logs[name], list):
+        if hasattr(value := logs[name], "__len__"):
             raise ConfigError(f"{self._key}: has {len(value)} values; choose a metric with one")
         return value
 

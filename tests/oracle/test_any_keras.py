@@ -268,7 +268,6 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name(metric: Any, message:
         trainer.fit(*toy_data(BATCH), steps=2, verbose=0)
 
 
-@pytest.mark.long
 def test_a_metric_with_several_values_cannot_be_the_best(run_dir: Path) -> None:
     build, _ = CASES["metrics with several values"]
     trainer = kdist.Trainer(build, run_dir=run_dir, hooks=[kdist.hooks.BestCheckpoint(metric="f1_score", mode="max")])
