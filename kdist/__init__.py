@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kdist import hooks, layers
     from kdist.config.schema import ClusterConfig
     from kdist.data.base import DataContext
+    from kdist.data.file_formats import FileFormat
+    from kdist.data.files import files
     from kdist.data.table_files import load_npz
     from kdist.extras.arriving_files import arriving_files
     from kdist.extras.kafka import kafka_topic
@@ -48,8 +50,10 @@ _LAZY = {
     "ClusterConfig": "kdist.config.schema",
     "DataContext": "kdist.data.base",
     "TrainSession": "kdist.session",
+    "FileFormat": "kdist.data.file_formats",
     "Trainer": "kdist.trainer",
     "arriving_files": "kdist.extras.arriving_files",
+    "files": "kdist.data.files",
     "kafka_topic": "kdist.extras.kafka",
     "load_npz": "kdist.data.table_files",
     "load_runs": "kdist.sweeps.load",
@@ -63,6 +67,7 @@ __all__ = [
     "ConfigError",
     "DataContext",
     "DataSourceError",
+    "FileFormat",
     "KdistError",
     "NonFiniteError",
     "TaskError",
@@ -70,6 +75,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "arriving_files",
+    "files",
     "hooks",
     "kafka_topic",
     "layers",

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from kdist.data.file_blocks import opened
 from kdist.data.splits import UnreadableSplit
 from kdist.errors import ConfigError
 
@@ -40,10 +41,10 @@ def _reading() -> Iterator[Any]:
         raise UnreadableSplit(" ".join(str(error).split())[:300]) from error
 
 
-def types_in(path: Path) -> dict[str, str]:
+def types_in(file: Path | IO[bytes]) -> dict[str, str]:
     """The type of each column, as pyarrow calls it; raises `UnreadableSplit` if this is no Parquet file."""
     with _reading() as parquet:
-        schema = parquet.read_schema(path)
+        schema = parquet.read_schema(file)
     return {field.name: str(field.type) for field in schema}
 
 
@@ -55,6 +56,15 @@ def dtype_of(arrow_type: str) -> str | None:
     known |= dict.fromkeys(texts, "string")
     known |= {f"dictionary<values={text}, indices=int32, ordered=0>": "string" for text in texts}
     return known.get(arrow_type)
+
+
+def check_readable(place: str | Path, types: Mapping[str, str]) -> None:
+    """Refuses columns whose types a worker cannot read, by a `ConfigError`."""
+    if names := [f"{name}: {kind}" for name, kind in types.items() if dtype_of(kind) is None]:
+        raise ConfigError(
+            f"{place}: {', '.join(names)} cannot be read; numbers, booleans and strings can: name those that you need "
+            "in columns"
+        )
 
 
 def check_types(path: Path, expected: Mapping[str, str], *, of_first: Path | None) -> None:
@@ -84,6 +94,13 @@ def check_types(path: Path, expected: Mapping[str, str], *, of_first: Path | Non
         )
 
 
+def rows_of_groups(file: IO[bytes]) -> list[int]:
+    """The number of rows in each row group; raises `UnreadableSplit` if this is no Parquet file."""
+    with _reading() as parquet:
+        metadata = parquet.read_metadata(file)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
 def groups(path: bytes, num_read: np.ndarray) -> np.ndarray:
     """The row groups of a file that come after `num_read` rows: int64 `[n, 2]`, with the number of rows to leave out.
 
@@ -108,8 +125,8 @@ def rows(path: bytes, group: np.ndarray, names: np.ndarray) -> list[np.ndarray]:
         ValueError: a value is missing where only floating point has a number for that, or a type changed.
     """
     number, left_out = map(int, group)
-    with _reading() as parquet, parquet.ParquetFile(path.decode()) as file:
-        table = file.read_row_group(number, [name.decode() for name in names])
+    with _reading() as parquet, opened(path.decode()) as file:
+        table = parquet.ParquetFile(file).read_row_group(number, [name.decode() for name in names])
     return [_array(path.decode(), name.decode(), table.column(name.decode()))[left_out:] for name in names]
 
 

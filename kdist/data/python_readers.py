@@ -13,18 +13,24 @@ from typing import Any
 import tensorflow as tf
 
 from kdist._compat.tensorflow import offer_python_function
-from kdist.data import parquet
 from kdist.errors import reason
 
 
-def _messages(*arguments: Any) -> Any:
-    return importlib.import_module("kdist.extras.kafka").messages(*arguments)
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module, which is imported when it reads."""
+
+    def read(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments)
+
+    return read
 
 
-_READERS: dict[str, Callable[..., Any]] = {
-    "kdist.kafka.messages": _messages,
-    "kdist.parquet.groups": parquet.groups,
-    "kdist.parquet.rows": parquet.rows,
+_READERS = {
+    "kdist.kafka.messages": _function("kdist.extras.kafka", "messages"),
+    "kdist.parquet.groups": _function("kdist.data.parquet", "groups"),
+    "kdist.parquet.rows": _function("kdist.data.parquet", "rows"),
+    "kdist.files.text": _function("kdist.data.file_blocks", "text"),
+    "kdist.files.tfrecords": _function("kdist.data.file_blocks", "tfrecords"),
 }
 
 

@@ -22,6 +22,7 @@ from kdist.data.columns import Hdf5Rows, WorkerArgument, arrived_shares, as_arra
 from kdist.data.datasets import DatasetData, DatasetPasses, FunctionData
 from kdist.data.fed_data import FedData
 from kdist.data.file_column import columns_of
+from kdist.data.files import FileData, Files
 from kdist.data.serialization import CannotTravel, check_function, may_need_this_process
 from kdist.data.split_data import SplitData, SplitSource
 from kdist.errors import ConfigError
@@ -245,6 +246,8 @@ def _batches_of(x_y_weight: tuple[Any, Any, Any], batch_size: int, shuffle: bool
 def _data_of_batches(x: Any, batch_size: int | None, shuffle: bool, seed: int | None, readers: Readers) -> TrainingData:
     """Reads data that comes in batches; what workers cannot read is read by this process."""
     x = read_locally(x, batch_size) if readers.here else x
+    if isinstance(x, Files):
+        return FileData(x, batch_size or 32, shuffle=shuffle, seed=seed or 0, readers=readers)
     try:
         if is_dataset_function(x):
             return _data_of_function(x, batch_size, readers)
@@ -358,7 +361,7 @@ def has_ragged_tensor(*trees: Any) -> bool:
 
 def has_labels(x: Any) -> bool:
     """True if `x` includes labels and weights, if there are any: it comes in batches, or a function makes it."""
-    return isinstance(x, tf.data.Dataset) or is_made_in_batches(x) or is_dataset_function(x)
+    return isinstance(x, (tf.data.Dataset, Files)) or is_made_in_batches(x) or is_dataset_function(x)
 
 
 def preprocess_batches(
@@ -370,6 +373,9 @@ def preprocess_batches(
     """
     if is_dataset_function(x):
         return lambda context: x(context).map(preprocess)
+    if isinstance(x, Files):
+        _check_no_labels(y, sample_weight)
+        return x.map(preprocess)
     if not isinstance(x, tf.data.Dataset):
         if has_labels(x) or isinstance(x, SplitSource):
             raise ConfigError(
@@ -393,6 +399,8 @@ def read_locally(x: Any, batch_size: int | None) -> Any:
     """`x` for a local Keras model: a dataset function is called for the only reader."""
     if isinstance(x, SplitSource):
         raise ConfigError(f"{type(x).__name__}: is read once, by fit; give other data to validate, evaluate or predict")
+    if isinstance(x, Files):
+        return x.dataset(batch_size or 32)
     return x(DataContext(tf.constant(0, tf.int64), 1, batch_size)) if is_dataset_function(x) else x
 
 

@@ -54,11 +54,13 @@ class Splits(abc.ABC):
     Attributes:
         place: the source of the splits, for people to read.
         arrive: they keep arriving, so that a run waits for them.
+        have_lengths: `batches_left` knows how much of a split is left, so that a call can have several steps.
         pass_through_chief: this process reads them, and sends them to the workers.
     """
 
     place: str
     arrive: ClassVar[bool] = False
+    have_lengths: ClassVar[bool] = False
     pass_through_chief: ClassVar[bool] = False
 
     def __init__(self, batch_size: int) -> None:
@@ -100,14 +102,18 @@ class Splits(abc.ABC):
         """The number of batches that a worker has read, of all its splits."""
         return self._batches[worker]
 
-    def advance(self, worker: int) -> None:
-        """Counts a batch that a worker has read."""
+    def batches_left(self, worker: int) -> int | None:
+        """The batches that a worker has not read of its split; None if nobody knows, or it has none."""
+        return None
+
+    def advance(self, worker: int, num_batches: int = 1) -> None:
+        """Counts batches that a worker has read."""
         with self._changed:
             # A worker that counts as lost has no split any more.
             if split := self._reading.get(worker):
-                self._reading[worker] = replace(split, num_read=split.num_read + self._batch_size)
-                self._batches[worker] += 1
-            if not self._batch_size:
+                self._reading[worker] = replace(split, num_read=split.num_read + num_batches * self._batch_size)
+                self._batches[worker] += num_batches
+            if not self._batch_size or self.batches_left(worker) == 0:
                 self._reading.pop(worker, None)
 
     def finish(self, worker: int) -> None:

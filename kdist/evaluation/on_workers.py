@@ -23,6 +23,7 @@ from kdist.data.base import call_with
 from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import WorkerArgument, arrived_shares, without_copies
 from kdist.data.file_column import columns_of
+from kdist.data.files import Files
 from kdist.data.serialization import dataset_graph, dataset_of_graph
 from kdist.data.sources import as_tuples, has_labels, has_ragged_tensor, preprocess_batches
 from kdist.errors import ConfigError
@@ -93,12 +94,27 @@ def _shards_of_dataset(dataset: tf.data.Dataset, number: int) -> EvaluationShard
     )
 
 
+def _shards_of_files(files: Files, batch_size: int, number: int) -> EvaluationShards:
+    """Splits the records of files between batches."""
+    num_batches = -(-files.num_records // batch_size)
+    cuts = [min(files.num_records, i * num_batches // number * batch_size) for i in range(number + 1)]
+    return EvaluationShards(
+        number,
+        [tf.TensorSpec([2], tf.int64)],
+        lambda shard: [tf.constant([cuts[shard], cuts[shard + 1]], tf.int64)],
+        # TensorFlow warns of an argument called `_`.
+        lambda shard, cuts: files.read(cuts[0], cuts[1], batch_size),  # noqa: ARG005
+    )
+
+
 def shards_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None, number: int) -> EvaluationShards | None:
     """The data in shards; None if it cannot be split, or is too small."""
     if isinstance(x, tf.data.Dataset):
         # An unknown or infinite length is negative; some datasets exist in this process only.
         with suppress(ConfigError):
             return _shards_of_dataset(x, number) if int(x.cardinality().numpy()) >= number else None
+    if isinstance(x, Files):
+        return _shards_of_files(x, batch_size or 32, number) if x.num_records >= number * (batch_size or 32) else None
     data = x, y, sample_weight
     if has_labels(x) or hasattr(x, "__next__") or has_sparse_matrix(data) or has_ragged_tensor(data):
         return None

@@ -367,7 +367,7 @@ class Fit:
             readers=readers,
             preprocess=preprocessing_of(self.source.model),
         )
-        if data.splits is not None:
+        if data.splits is not None and not data.splits.have_lengths:
             self._check_takes_splits(arrive=data.splits.arrive)
         return data
 
@@ -490,7 +490,7 @@ class Fit:
             data=data,
             batch_size=self.config.train.batch_size,
             # A call that ran out of data in the middle would lose what its steps have logged.
-            steps_per_call=(self.steps_per_call or follows) if data.splits is None else 1,
+            steps_per_call=(self.steps_per_call or follows) if data.splits is None or data.splits.have_lengths else 1,
             seed=self._seed,
             # A task that is not the chief writes no logs, and makes no run dir for them.
             log_dir=self.files.logs if self.place.is_chief else Path(),

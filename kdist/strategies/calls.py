@@ -429,12 +429,12 @@ class WorkerIterators:
             self._iterators[worker] = iterator_over(self._make_dataset(worker))
         return self._iterators[worker]
 
-    def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T]) -> T:
+    def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T], num_batches: int = 1) -> T:
         """Calls a function with the iterator of a worker, which continues with its next split at the end of one.
 
         Args:
             splits: of the data; None if it is endless.
-            call: reads exactly one batch if there are splits.
+            call: reads so many batches, of one split.
 
         Raises:
             NothingToRead: there is no split for the worker now.
@@ -457,9 +457,9 @@ class WorkerIterators:
                 if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
                     raise with_place(error, split) from error
             else:
-                splits.advance(worker)
+                splits.advance(worker, num_batches)
                 if splits.split_of(worker) is None:
-                    # It was this one batch.
+                    # These were its last batches.
                     self.forget(worker)
                 return result
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +33,7 @@ from kdist.strategies.on_store import ServersStrategy
 from kdist.strategies.prepared_training import PreparedTraining
 
 T = TypeVar("T")
+_Function: TypeAlias = tf.types.experimental.ConcreteFunction
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
@@ -59,9 +60,10 @@ class ParameterServer(ServersStrategy):
         self._idle: set[int] = set()
         #: The losses of workers that the counters of the servers account for.
         self._aligned_after = 0
-        #: The calls of each size in flight, and finished ones; of those, the calls since they were last traced.
+        #: The calls of each size in flight, and the finished ones since they were last traced; the steps of all that
+        #: have finished.
         self._in_flight: Counter[int] = Counter()
-        self._ended: Counter[int] = Counter()
+        self._num_ended = 0
         self._num_prepared: Counter[int] = Counter()
 
     def start(self, spec: TrainingSpec) -> None:
@@ -123,7 +125,7 @@ class ParameterServer(ServersStrategy):
             if may_begin_more <= 0:
                 break
             size = self._sizer.next_size(may_begin_more)
-            coordinator.submit(partial(self._call, self._traced(self._calls, size)), tag=size)
+            coordinator.submit(self._call_of(size), tag=size)
             self._in_flight[size] += 1
         return self._in_flight_logs()
 
@@ -139,8 +141,28 @@ class ParameterServer(ServersStrategy):
             self._aligned_after = num_lost
         return super().at_rest(function, kind, traces=traces, of_files=of_files)
 
-    def _call(self, function: tf.types.experimental.ConcreteFunction, worker: int) -> np.ndarray:
-        return self._iterators.read(worker, self._splits, lambda iterator: fetch(function(iterator)))
+    def _call_of(self, size: int) -> Callable[[int], np.ndarray]:
+        function = self._traced(self._calls, size)
+        if self._splits is None or size == 1:
+            return partial(self._read, {size: function})
+        smaller = {n: self._calls.function(n) for n in range(1, size) if n == 1 or self._calls.traced(n)}
+        return partial(self._read, {**smaller, size: function})
+
+    def _read(self, functions: Mapping[int, _Function], worker: int) -> np.ndarray:
+        """Runs a call of the largest size; by smaller ones if the split of the worker ends before."""
+        size, splits, rows = max(functions), self._splits, list[np.ndarray]()
+        while left := size - sum(map(len, rows)):
+            if splits is not None and size > 1:
+                try:
+                    splits.assign(worker)
+                except NothingToRead:
+                    if not rows:
+                        raise
+                    break
+                left = min(left, splits.batches_left(worker) or 1)
+            num_steps = max(n for n in functions if n <= left)
+            rows.append(self._iterators.read(worker, splits, partial(_fetched, functions[num_steps]), num_steps))
+        return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def _begins_at(self, worker: int) -> int:
         if self._splits is not None:
@@ -173,10 +195,11 @@ class ParameterServer(ServersStrategy):
         # The first call of a size is prepared on each worker, which takes longer than tracing it.
         self.warming_up |= self._num_prepared[size] < self._shape.num_workers
         self._num_prepared[size] += 1
-        self._ended[size] += 1
+        rows = finished.outcome.result()
+        self._num_ended += len(rows)
         # Every gradient is applied.
-        by_worker = ({finished.worker: GradientCounts(accepted=1)},) * size
-        return replace(self._calls.logs.unpack(finished.outcome.result()), gradient_counts=by_worker)
+        by_worker = ({finished.worker: GradientCounts(accepted=1)},) * len(rows)
+        return replace(self._calls.logs.unpack(rows), gradient_counts=by_worker)
 
     def _cancel_calls(self) -> None:
         super()._cancel_calls()
@@ -195,7 +218,7 @@ class ParameterServer(ServersStrategy):
             finished.outcome.result()
         if is_new:
             warn(f"{Task('worker', finished.worker)} has no data; training continues without it")
-        coordinator.submit(partial(self._call, self._calls.function(finished.tag)), tag=finished.tag)
+        coordinator.submit(self._call_of(finished.tag), tag=finished.tag)
 
     def _is_idle(self, finished: Finished) -> None:
         """Gives no more calls to a worker for which there is no split, until there may be one."""
@@ -210,7 +233,7 @@ class ParameterServer(ServersStrategy):
 
     @property
     def _num_applied(self) -> int:
-        return (self._first_step or 0) + sum(size * number for size, number in self._ended.items())
+        return (self._first_step or 0) + self._num_ended
 
     def _has_more_to_read(self) -> None:
         for worker in self._idle:
@@ -225,6 +248,11 @@ class ParameterServer(ServersStrategy):
         with suppress(AttributeError):
             del self._calls
         super()._let_go()
+
+
+def _fetched(function: _Function, iterator: Any) -> np.ndarray:
+    result: np.ndarray = fetch(function(iterator))
+    return result
 
 
 class PrefetchTuner:
