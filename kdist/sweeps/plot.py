@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kdist.sweeps.groups import Group, group_by, text_of
+from kdist.sweeps.groups import OBJECTIVE, Group, group_by, text_of
 from kdist.sweeps.load import SEED, Row
-from kdist.sweeps.sweep import OBJECTIVE, Sweep
+from kdist.sweeps.sweep import Sweep
 
 _PANEL_INCHES = (5.0, 4.2)
 _COLUMNS = 3

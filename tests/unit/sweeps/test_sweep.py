@@ -31,6 +31,7 @@ def result(loss: float, accuracy: float, **more: Any) -> dict[str, Any]:
         "steps_per_second": 100.0,
         "examples_per_second": 3200.0,
         "seconds": 4.0,
+        "global_step": 30,
         "workers": 2,
         "strategy": "parameter_server",
         "gradients": {"staleness_mean": 1.5},
@@ -102,7 +103,7 @@ def test_trials_are_found_whatever_their_folders_are_called(folder: Folder) -> N
     assert [trial.name for trial in sweep.trials] == [names[0], names[1]]
     assert [trial.exit_code for trial in sweep.failed] == [2]
     *_, unfinished, failed, why = sweep.table()
-    assert {unfinished.split()[0], failed.split()[0]} == {"0", "7"}
+    assert {row.split(" | ")[1].strip() for row in (unfinished, failed)} == {"0", "7"}
     assert why == f"trial 0 ({names[0]}) failed: it broke"
 
 
@@ -124,14 +125,14 @@ def test_the_table_has_the_best_first_and_what_failed(folder: Folder) -> None:
     assert [job.number for job in sweep.trials] == [0, 1, 2, 10]
     assert sweep.swept == ["cluster", "optimizer.learning_rate"]
     heads, rule, *rows, failed = sweep.table()
-    assert heads.split(" | ")[0].strip() == "trial"
+    assert [head.strip() for head in heads.split(" | ")[:2]] == ["status", "trial"]
     assert set(rule) <= {"-", "+"}
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
     assert cells == [
-        ["1", "1ps2w", "0.1", "0.2", "100.0", "1.50", "done"],
-        ["0", "1ps1w", "0.1", "0.7", "100.0", "1.50", "done"],
-        ["2", "1ps2w", "9", "", "", "", "failed"],
-        ["10", "1ps1w", "9", "", "", "", "unfinished"],
+        ["done", "1", "30", "0.2000", "100.0", "1ps2w", "0.1"],
+        ["done", "0", "30", "0.7000", "100.0", "1ps1w", "0.1"],
+        ["failed", "2", "", "", "", "1ps2w", "9"],
+        ["unfinished", "10", "", "", "", "1ps1w", "9"],
     ]
     assert failed == "trial 2 failed: NanTensor: the loss became nan"
     assert [group.rows[0]["run"] for group in Sweep(folder, "accuracy").groups()[:2]] == ["1", "0"]
@@ -151,9 +152,9 @@ def test_seeds_are_one_row_with_mean_and_spread(folder: Folder) -> None:
     assert sweep.swept == ["cluster", "run.seed"]
     heads, _, *rows, failed = sweep.table()
     assert [[cell.strip() for cell in row.split("|")] for row in [heads, *rows]] == [
-        ["trial", "cluster", "run.seed", "accuracy", "steps/s", "staleness", "status"],
-        ["0-2", "1ps1w", "0-2", "0.9 ± 0.1", "100.0 ± 0", "1.50 ± 0", "done"],
-        ["3-5", "1ps2w", "0-2", "0.7 ± 0", "100.0 ± 0", "1.50 ± 0", "2 done, 1 failed"],
+        ["status", "trial", "step", "accuracy", "steps/s", "cluster", "run.seed"],
+        ["done", "0-2", "30", "0.9000 ± 0.10", "100.0 ± 0.0", "1ps1w", "0-2"],
+        ["2 done, 1 failed", "3-5", "30", "0.7000 ± 0.0", "100.0 ± 0.0", "1ps2w", "0-2"],
     ]
     assert failed == "trial 5 failed: no"
 
