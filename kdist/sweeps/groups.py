@@ -47,15 +47,16 @@ class Group(NamedTuple):
         return Spread(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
-def group_by(rows: Iterable[Row], keys: Sequence[str]) -> list[Group]:
+def group_by(rows: Iterable[Row], keys: Sequence[str], *, mixed: bool = False) -> list[Group]:
     """The runs by their values of these keys, in the order in which they appear.
 
-    Runs of different models or losses are never one group: a mean over their metrics means nothing.
+    Unless `mixed`, runs of different models or losses are different groups: a mean over their metrics means nothing.
     """
     groups: dict[str, Group] = {}
     for row in rows:
         values = {key: row[key] for key in keys}
-        groups.setdefault(repr((values, row.get(MODEL))), Group(values, [])).rows.append(row)
+        model = None if mixed else row.get(MODEL)
+        groups.setdefault(repr((values, model)), Group(values, [])).rows.append(row)
     return list(groups.values())
 
 

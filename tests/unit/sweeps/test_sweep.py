@@ -205,6 +205,38 @@ def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
     assert not any(lines_joined(axes))
 
 
+@pytest.mark.parametrize("keys", [("cluster",), ("model.units",), ("cluster", "model.units")])
+def test_a_single_run_has_no_deviation(keys: tuple[str, ...], folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"cluster": ("1ps1w", "1ps2w"), "model.units": ("8", "16")}
+    for number, chosen in enumerate(itertools.product(*(values[key] for key in keys))):
+        given = dict(zip(keys, chosen))
+        # Each size is another model, but on one line.
+        found = result(1.0 + number, 0.5, cluster=given.get("cluster"), config={"model": {"units": chosen[-1]}})
+        add(folder, number, given, found)
+    for axes in axes_of(Sweep(folder), monkeypatch):
+        assert not axes.containers
+        assert not axes.collections
+        assert {len(line.get_xdata()) for line in axes.lines} == {2}
+        assert len(axes.lines) == 2 ** (len(keys) - 1)
+
+
+def test_forty_jobs_have_names_that_can_be_read_and_no_mean_over_other_settings(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [f"a.package.with.a.long.name.build_{number}" for number in range(10)]
+    for number, (model, units) in enumerate(itertools.product(models, "1234")):
+        add(folder, number, {"model._target_": model, "model.units": units}, result(1.0 + number, 0.5))
+    over_models, over_units = axes_of(Sweep(folder), monkeypatch)
+    labels = over_models.get_xticklabels()
+    assert [label.get_text()[-7:] for label in labels] == [f"build_{number}" for number in range(10)]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
+    # Ten lines could not be told apart.
+    assert over_units.get_legend() is None
+    (points,) = over_units.lines
+    assert (lines_joined(over_units), len(points.get_xdata())) == ([False], 40)
+
+
 def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: Folder) -> None:
     add(folder, 0, {"cluster": "local"}, None, status="failed", error="no", exit_code=2)
     sweep = Sweep(folder)
