@@ -88,7 +88,10 @@ def _draw(rows: Sequence[Row], keys: Sequence[str], key: str, column: str, label
     if len(series) > 1 and is_named:
         # Above, where no point is.
         legend = {"title": ", ".join(others), "title_fontsize": "small", "alignment": "left"}
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize="small", **legend)
+        num_columns = 2 if max(len(_name(each)) for each in series) <= _MAX_NAME // 2 else 1
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=num_columns, frameon=False, fontsize="small", **legend
+        )
 
 
 def _draw_line(series: Group, key: str, column: str, places: Mapping[object, float], axes: Axes) -> None:
