@@ -18,10 +18,12 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="kdist runs",
-        description="Compares runs: mean, standard deviation and number over those that differ in their seed only.",
+        description="Compares runs; those that differ only in their seed are one row: mean ± standard deviation.",
     )
     parser.add_argument("folder", help="holds run dirs or sweeps, at any depth; also s3://bucket/folder")
-    parser.add_argument("--group-by", metavar="KEYS", help="as strategy,cluster; default: all keys that differ")
+    parser.add_argument(
+        "--group-by", metavar="KEYS", help="keys of a row, as strategy,cluster; default: all that differ"
+    )
     parser.add_argument("--columns", metavar="NAMES", help="as status,run,train/loss: any columns of load_runs")
     parser.add_argument("--sort", metavar="COLUMN", help="ascending by this column; descending by -COLUMN")
     parser.add_argument("--csv", action="store_true", help="print CSV, with the deviation in a column of its own")
@@ -61,12 +63,14 @@ def _check(option: str, names: Sequence[str], columns: Iterable[str]) -> None:
 
 
 def _default_columns(runs: Runs, keys: Sequence[str], sort: str) -> list[str]:
-    """The state of the runs, their main metric, which is the loss if there is one, and all keys that differ."""
+    """The state of the runs, their main metric, which is a loss that all of them have, and all keys that differ."""
     splits = ("best", "validation", "train")
     metrics = sorted(runs.metrics, key=lambda name: (splits.index(name.partition("/")[0]), not name.endswith("/loss")))
     differing = dict.fromkeys([*keys, *(key for key in runs.varied() if key != SEED)])
     seeds = ["seed"] if len({row["seed"] for row in runs.rows}) > 1 else []
-    first = ["status", "run", "global_step", *metrics[:1], "steps_per_second"]
+    done = [row for row in runs.rows if row["status"] == "done"]
+    in_all = [name for name in metrics if all(row[name] is not None for row in done)]
+    first = ["status", "run", "global_step", *(in_all or metrics)[:1], "steps_per_second"]
     return list(dict.fromkeys([*first, *([sort] if sort else []), *differing, *seeds]))
 
 

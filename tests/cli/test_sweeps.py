@@ -24,7 +24,7 @@ def rows(console: str) -> list[list[str]]:
     """The cells of the table at the end, without its head."""
     _, _, table = console.partition("\nsweep | ")
     lines = [line for line in table.splitlines() if "|" in line and not line.startswith("trial ")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
 
 
 def hparams_of_row(run_dir: Path) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
@@ -142,12 +143,12 @@ class PlacementPlan:
         title = [f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}"]
         if num_dynamic := sum(variable.is_dynamic for variable in self.variables):
             title.append(f"not drawn: {num_dynamic} dynamic tables, which get rows on every server as ids appear")
-        # Each name fits, if there is room, and a line is as high as the smallest shard that gets a name.
+        # Each name fits, if there is room, and has a line, if the shards of a server have about the same size.
         longest = max((font.getlength(self.name(shard)) for shard in drawn), default=0) + _LINE
         most = max(_BAR_WIDTHS[0], min(_BAR_WIDTHS[1], _ALL_BARS // self.num_servers))
         width = int(min(max(longest, _BAR_WIDTHS[0]), most))
-        named = [size for shard in drawn if (size := self.num_bytes(shard)) * _BAR_HEIGHTS[1] >= _LINE * largest]
-        height = min(max(_BAR_HEIGHTS[0], -(-_LINE * largest // min(named, default=largest))), _BAR_HEIGHTS[1])
+        num_shards = max(Counter(shard.server for shard in drawn).values(), default=1)
+        height = min(max(_BAR_HEIGHTS[0], num_shards * 3 * _LINE // 2), _BAR_HEIGHTS[1])
         floor = _GAP + (len(title) + 2) * _LINE + height
         room = max(self.num_servers * (width + _GAP), *(int(font.getlength(line)) + _GAP for line in title)) + _GAP
         image = Image.new("RGB", (room, floor + 2 * _LINE + _GAP), "white")
