@@ -123,13 +123,15 @@ def _run_sweep(parsed: Namespace) -> None:
 
 def _report(sweep: Sweep) -> None:
     """Prints the results of a sweep, and writes them into its folder."""
+    from kdist.sweeps.groups import terminal_width
     from kdist.sweeps.plot import picture_of
     from kdist.sweeps.sweep import bring_files
 
     folder = sweep.folder
     logdir = shlex.quote(str(folder.path))
     line = f"\nsweep | {len(sweep.trials)} trials | {folder}      tensorboard --logdir {logdir}"
-    log.say(log.Line("\n".join([line, *sweep.table()]), "sweep", values={"trials": len(sweep.trials)}))
+    lines = [line, *sweep.table(terminal_width())]
+    log.say(log.Line("\n".join(lines), "sweep", values={"trials": len(sweep.trials)}), in_full=True)
     if any(trial.status != "done" for trial in sweep.trials):
         log.say(f"rerun with {shell_argument('hydra.sweep.dir', str(folder))} to finish the remaining trials")
     sweep.write()

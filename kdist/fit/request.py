@@ -283,12 +283,15 @@ class Fit:
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
         """The result of the fit: the values known before it runs, and those `found`, by the names of `Result`."""
+        config = self.record
+        if self.origin.config is None:
+            config = {**config, "fit": {**config["fit"], **self.source.description}}
         return Result(
             strategy=self.strategy_name,
             cluster=str(self.place.shape),
             error=None if error is None else describe(error),
             seed=self.config.run.seed,
-            **vars(replace(self.origin, config=self.record)),
+            **vars(replace(self.origin, config=config)),
             **found,
         )
 

@@ -168,9 +168,9 @@ class StepCounter(TimedHook):
 
 
 class SummarySaver(TimedHook):
-    """Writes `loss` and metrics of the steps since the last time, and `learning_rate`, to `tb/train`.
+    """Writes `loss` and metrics of the steps since the last time, and `updates/learning_rate`, to `tb/train`.
 
-    With asynchronous workers it also writes a histogram `async/staleness`; with synchronous ones the number of
+    With asynchronous workers it also writes a histogram `updates/staleness`; with synchronous ones the number of
     accepted, dropped and stale gradients of each, as `sync/accepted/worker_0` and so on. Validation results go to
     `tb/validation` under the same names, so that TensorBoard draws both in one chart.
 
@@ -203,9 +203,10 @@ class SummarySaver(TimedHook):
 
     def _act(self, session: Session) -> None:
         step, logs = session.global_step, session.training_logs(self._runs.totals)
-        session.summaries.scalars("train", {**logs, "learning_rate": session.learning_rate()}, step)
+        # TensorBoard sorts tags by name and opens the first ones: `updates/` is behind loss and Keras's metrics.
+        session.summaries.scalars("train", {**logs, "updates/learning_rate": session.learning_rate()}, step)
         if session.is_asynchronous:
-            session.summaries.histogram("train", "async/staleness", np.concatenate(self._staleness), step)
+            session.summaries.histogram("train", "updates/staleness", np.concatenate(self._staleness), step)
         else:
             for worker, counts in self._runs.gradients.by_worker.items():
                 name = worker.replace(":", "_")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NoReturn, TypeAlias
 
 import keras
@@ -121,6 +122,17 @@ class ModelSource:
         self._mark(model)
         return model
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """The maker of the model, its number of weights and its loss: those of runs to compare; empty if not built."""
+        make = self._build_model
+        if "built" not in vars(self) and not isinstance(make, keras.Model):
+            return {}
+        maker = make if hasattr(make, "__qualname__") else type(make)
+        num_weights = sum(prod(variable.shape) for variable in self.built.variables)
+        loss = keras.tree.map_structure(_loss_name, compile_arguments(self.built).get("loss"))
+        return {"model": f"{maker.__module__}.{maker.__qualname__}, {num_weights} weights", "loss": loss}
+
     def withhold(self, methods: Sequence[str] = (), why: Callable[[], ConfigError] | None = None) -> None:
         """Lets methods of the model raise an error that `why` makes; without any, undoes it."""
         self._withheld = {} if why is None else {name: partial(_refuse, why) for name in methods}
@@ -162,6 +174,13 @@ def _have_changed(as_built: _Settings, model: keras.Model) -> bool:
     settings = ((before, layer_settings(layer)) for layer, before in layers)
     # `build` may drop a setting, such as the axis of normalization.
     return any(before[name] != now[name] for before, now in settings for name in before.keys() & now.keys())
+
+
+def _loss_name(loss: Any) -> str | None:
+    # An unknown one is an error of its own, when training begins.
+    with suppress(ValueError):
+        loss = keras.losses.get(loss)
+    return loss if loss is None else getattr(loss, "name", None) or getattr(loss, "__name__", str(loss))
 
 
 def _refuse(why: Callable[[], ConfigError], /, *_: Any, **__: Any) -> NoReturn:

@@ -33,9 +33,15 @@ _RECORDS = (RESULT, TRIAL, METRICS)
 _ABOUT = ("run", "status", "strategy", "cluster", "seed")
 #: The last columns, after those of metrics.
 SPEED = ("steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers")
+#: The columns of metrics begin with one of these.
+METRIC_SPLITS = ("train/", "validation/", "best/")
+#: Of rows that are not yet returned to the user: the model and the loss of a run, as far as its record says them.
+MODEL = "model and loss"
 #: Keys that say where a run is, or that have another column.
 _NOT_KEYS = ("run.dir", "run.name", "sweep.", "hydra.", "cluster.shape", "strategy.name")
 _ENDED = ("done", "failed", "preempted")
+#: Keys of the model and the loss in the config of a run; `fit.` of a run from Python.
+_OF_MODEL = ("model.", "loss", "fit.model", "fit.loss")
 #: The key of the hyperparameters in the config of a run from Python.
 _HPARAMS = "hparams"
 
@@ -45,17 +51,15 @@ class Runs:
     """Rows of runs.
 
     Attributes:
-        rows: the rows of runs, each with all columns; None is a value that a run does not have.
+        rows: the rows of runs, each with all columns and `MODEL`; None is a value that a run does not have.
         keys: columns of config keys that a run overrides, or in which runs from Python differ.
         metrics: columns of metrics: `train/loss`, `validation/loss`, `best/loss`.
-        modes: `min` or `max` by metric, as far as the better values are known.
         errors: the first lines of the errors of failed runs, by their names.
     """
 
     rows: list[Row]
     keys: list[str]
     metrics: list[str]
-    modes: dict[str, str]
     errors: dict[str, str]
 
     @property
@@ -93,7 +97,7 @@ def load_runs(folder: str | Path) -> pandas.DataFrame | list[Row]:
     try:
         import pandas
     except ImportError:
-        return runs.rows
+        return [{name: row[name] for name in runs.columns} for row in runs.rows]
     return pandas.DataFrame(runs.rows, columns=runs.columns)
 
 
@@ -117,10 +121,10 @@ def _run_dirs(folder: Folder) -> list[str]:
     parts = (name.rpartition("/") for name in folder.names(ends=_RECORDS))
     found = {PurePosixPath(within) for within, _, name in parts if name in _RECORDS}
     # Folders in a run dir belong to the run.
-    return sorted((str(path) for path in found if found.isdisjoint(path.parents)), key=_as_numbered)
+    return sorted((str(path) for path in found if found.isdisjoint(path.parents)), key=as_numbered)
 
 
-def _as_numbered(name: str) -> list[tuple[bool, int, str]]:
+def as_numbered(name: str) -> list[tuple[bool, int, str]]:
     """A sort key that puts the trials of a sweep in the order of their numbers."""
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split("/")]
 
@@ -130,19 +134,21 @@ def runs_in(folder: Folder, names: Iterable[str]) -> Runs:
     found = [run for name in names if (run := _read(folder, name))]
     keys = _keys_of(found)
     metrics = list(dict.fromkeys(name for run in found for name in run.metrics))
+    models = {run.model for run in found} - {repr({})}
     rows = [
         {
             **run.about,
             **{key: run.values.get(key) for key in keys},
             **{name: run.metrics.get(name) for name in metrics},
             **{name: run.speed.get(name) for name in SPEED},
+            # A run without a record is one of the others, if these are alike.
+            MODEL: next(iter(models)) if len(models) == 1 else run.model,
         }
         for run in found
     ]
     metrics.sort(key=lambda name: ("train", "validation", "best").index(name.partition("/")[0]))
-    modes = {name: mode for run in found for name, mode in run.modes.items()}
     errors = {run.about["run"]: run.error for run in found if run.error is not None}
-    return Runs(rows, keys, metrics, modes, errors)
+    return Runs(rows, keys, metrics, errors)
 
 
 @dataclass
@@ -155,9 +161,13 @@ class _Run:
     values: Mapping[str, Any]
     metrics: Row
     speed: Row
-    modes: Mapping[str, str]
     record: dict[str, Any]
     error: str | None
+
+    @property
+    def model(self) -> str:
+        """The model and the loss, as far as they are known."""
+        return repr({key: value for key, value in self.config.items() if key.startswith(_OF_MODEL)})
 
 
 def _read(folder: Folder, name: str) -> _Run | None:
@@ -195,7 +205,6 @@ def _read(folder: Folder, name: str) -> _Run | None:
         values={**given, **config},
         metrics=metrics,
         speed=speed,
-        modes={f"best/{n}": best["mode"] for n, best in (record.get("best") or {}).items() if best.get("mode")},
         record=record,
         error=error.splitlines()[0] if status == "failed" else None,
     )

@@ -21,7 +21,7 @@ from kdist.run.result import content_of
 from kdist.storage.files import OWNER_ONLY
 from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock
-from kdist.sweeps.groups import Group, best_first, group_by, list_text, status_of, table
+from kdist.sweeps.groups import HEADS, OBJECTIVE, Group, cells, group_by, sort_by, table
 from kdist.sweeps.load import RESULT, SEED, TRIAL, Row, runs_in
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 #: Objectives besides validation metrics: keys of `result.json`, and which of their values are better.
 _OF_RESULT = {"steps_per_second": "max", "examples_per_second": "max", "seconds": "min"}
-#: The column of objectives.
-OBJECTIVE = "objective"
 
 
 @dataclass(frozen=True)
@@ -231,30 +229,30 @@ class Sweep:
         one = next((each for each in objectives.values() if each is not None), Objective(OBJECTIVE, 0.0, "min"))
         self.metric, self.mode = one.name, one.mode
         values = {name: each.value for name, each in objectives.items() if each is not None}
-        self.rows: list[Row] = [{**row, OBJECTIVE: values.get(row["run"])} for row in runs.rows]
+        numbers = {trial.name: trial.number for trial in self.trials}
+        self.rows: list[Row] = [
+            {**row, "trial": numbers[row["run"]], OBJECTIVE: values.get(row["run"])} for row in runs.rows
+        ]
         self._errors = runs.errors
 
     def groups(self) -> list[Group]:
         """Trials that differ in their seed only, best first, and those without a result last."""
         groups = group_by(self.rows, [key for key in self.swept if key != SEED])
-        return best_first(groups, OBJECTIVE, {OBJECTIVE: self.mode})
+        return sort_by(groups, OBJECTIVE, descending=self.mode == "max")
 
-    def table(self) -> list[str]:
-        """One line per group, with mean and standard deviation over its seeds; then the errors of failed trials."""
+    def table(self, width: int | None = None) -> list[str]:
+        """One line per group, with mean and standard deviation over its seeds; then the errors of failed trials.
+
+        In a terminal of this width it has the columns that fit.
+        """
         trials = {trial.name: trial for trial in self.trials}
-        rows = [
-            [
-                list_text(trials[row["run"]].number for row in group.rows),
-                *(list_text(row[key] for row in group.rows) for key in self.swept),
-                group.text(OBJECTIVE, ".4g"),
-                group.text("steps_per_second", ".1f"),
-                group.text("staleness", ".2f"),
-                status_of(group.rows),
-            ]
-            for group in self.groups()
-        ]
-        heads = ["trial", *self.swept, self.metric, "steps/s", "staleness", "status"]
-        return table(heads, rows) + [f"trial {trials[name]} failed: {error}" for name, error in self._errors.items()]
+        keys = sorted(self.swept, key=lambda key: key == SEED)
+        groups, heads = self.groups(), {**HEADS, OBJECTIVE: self.metric}
+        names = ["status", "trial", "global_step", OBJECTIVE, "steps_per_second", *keys]
+        columns = {heads.get(name, name): cells(groups, name) for name in names}
+        more = f"sweep.txt has all, and kdist runs {self.folder} takes --columns"
+        failed = [f"trial {trials[name]} failed: {error}" for name, error in self._errors.items()]
+        return table(columns, width, more) + failed
 
     def write(self) -> None:
         """Writes the table to `sweep.txt`."""

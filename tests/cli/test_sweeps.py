@@ -24,7 +24,7 @@ def rows(console: str) -> list[list[str]]:
     """The cells of the table at the end, without its head."""
     _, _, table = console.partition("\nsweep | ")
     lines = [line for line in table.splitlines() if "|" in line and not line.startswith("trial ")]
-    return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
 
 
 def hparams_of_row(run_dir: Path) -> tuple[str, dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_a_grid_runs_each_job_on_its_own_cluster_and_once(tmp_path: Path) -> Non
     assert [result_of(sweep / str(number))["cluster"] for number in range(4)] == ["local", "local", "1ps1w", "1ps1w"]
     assert not tasks_running(under=os.getpid())
     table = rows(done.stdout)
-    assert [float(row[2]) for row in table] == [0.1, 0.1, 1e-6, 1e-6]
+    assert [float(row[-1]) for row in table] == [0.1, 0.1, 1e-6, 1e-6]
     losses = [float(row[3]) for row in table]
     assert losses == sorted(losses)
     assert (sweep / "sweep.png").read_bytes().startswith(PNG)
@@ -90,7 +90,7 @@ def test_a_failed_job_does_not_end_a_sweep_and_no_secret_is_told(
     done = kdist(*command, "+data.password=${oc.env:DATABASE_PASSWORD}", cwd=tmp_path)
     assert done.returncode == 1
     assert "kdist: error: 1 of 2 trials failed: 0" in done.stderr
-    assert [row[-1] for row in rows(done.stdout)] == ["done", "failed"]
+    assert [row[0] for row in rows(done.stdout)] == ["done", "failed"]
     assert "trial 0 failed: NanTensor: " in done.stdout
     assert json.loads((tmp_path / "S" / "0" / "trial.json").read_text())["status"] == "failed"
     assert "correct-horse" not in done.stdout + done.stderr
@@ -151,5 +151,5 @@ def test_plugins_of_hydra_sweep(plugin: str, keys: list[str], tmp_path: Path) ->
     done = kdist("-m", *MINE, "cluster=local", "train.steps=20", "hydra.sweep.dir=S", plugin, *keys, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = rows(done.stdout)
-    assert [row[-1] for row in table] == ["done"] * (3 if "optuna" in plugin else 2)
+    assert [row[0] for row in table] == ["done"] * (3 if "optuna" in plugin else 2)
     assert not tasks_running(under=os.getpid())

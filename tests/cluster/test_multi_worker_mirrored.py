@@ -53,7 +53,7 @@ def test_only_the_chief_writes_and_its_results_come_back(run_dir: Path, capsys: 
     assert history.epoch == [0, 1, 2]
     assert history.history["val_loss"][-1] == pytest.approx(trainer.evaluate(x, y, return_dict=True)["loss"], rel=1e-5)
     assert Checkpoints(run_dir / "checkpoints").steps() == [0, 16, 32, 48]
-    assert "async/staleness" not in tags_of(run_dir / "tb" / "train")
+    assert "updates/staleness" not in tags_of(run_dir / "tb" / "train")
     out = capsys.readouterr().out
     assert "done  | step     48/48" in out
     # Where tasks are is said of those that others start.

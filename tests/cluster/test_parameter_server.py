@@ -153,14 +153,14 @@ def test_the_run_dir_is_complete_and_verbose_0_prints_nothing(run_dir: Path, cap
     assert tags_of(run_dir / "tb" / "train") == {
         "loss",
         "accuracy",
-        "learning_rate",
+        "updates/learning_rate",
         "epoch_loss",
         "epoch_accuracy",
         "perf/steps_per_sec",
         "perf/examples_per_sec",
         *(f"perf/{what}_per_sec/worker_{i}" for what in ("steps", "examples") for i in (0, 1)),
         "keras",
-        "async/staleness",
+        "updates/staleness",
         "placement",
         "placement/picture",
     }

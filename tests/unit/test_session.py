@@ -294,6 +294,14 @@ def test_step_counter_writes_rates() -> None:
     assert session.statistics.steps_per_second == pytest.approx(100.0)
 
 
+def test_tensorboard_shows_loss_and_metrics_first() -> None:
+    """It sorts tags by name, and opens the first ones."""
+    session = run_all(make_session([SummarySaver(), StepCounter(), StopAtStep(last_step=200)]))
+    tags = {tag for split, _, written in session.summaries.written if split == "train" for tag in written}
+    assert {"loss", "updates/learning_rate", "perf/steps_per_sec"} <= tags
+    assert min(tags) == "loss"
+
+
 def test_an_interrupt_ends_before_the_next_run_and_cleanly() -> None:
     recorder = Recorder()
     session = make_session([recorder, CheckpointSaver()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
@@ -18,10 +19,10 @@ _WORTH_A_SERVER = 1 << 20
 _WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
 
 
-# Of the picture, in pixels.
-_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
-_BAR_WIDTH, _BAR_HEIGHT, _GAP, _TOP, _BOTTOM = 190, 320, 40, 40, 50
-_SMALLEST_LABELLED = 14
+# Of the picture, in pixels; there are enough of them to zoom in. White letters can be read on each color.
+_COLORS = ("#4c78a8", "#b85c00", "#3f7f3c", "#c0392b", "#3b7c78", "#8e5a84", "#7a6520", "#7b5a44")
+_FONT_SIZE, _LINE, _GAP = 24, 32, 60
+_BAR_WIDTHS, _BAR_HEIGHTS, _ALL_BARS = (420, 1000), (900, 2600), 8000
 
 
 @dataclass(frozen=True)
@@ -128,30 +129,57 @@ class PlacementPlan:
         return "\n".join([*lines, ""])
 
     def draw(self, path: Path) -> None:
-        """Draws a PNG: a bar for each server, with its variables stacked by their bytes, all on the same scale."""
-        # Only a chief needs it.
-        from PIL import Image, ImageDraw
+        """Draws a PNG: a bar for each server, with its variables stacked by their bytes, all on the same scale.
 
-        totals = self.bytes_by_server
-        lefts = [_GAP + server * (_BAR_WIDTH + _GAP) for server in range(self.num_servers)]
-        image = Image.new("RGB", (lefts[-1] + _BAR_WIDTH + _GAP, _TOP + _BAR_HEIGHT + _BOTTOM), "white")
+        A variable has its name if its part of the bar is high enough for it; the others are on top, and counted.
+        Dynamic tables have no rows yet, and are counted in the title.
+        """
+        # Only a chief needs it.
+        from PIL import Image, ImageDraw, ImageFont
+
+        font = ImageFont.load_default(_FONT_SIZE)
+        drawn = sorted((shard for shard in self.shards if self.num_bytes(shard)), key=self.num_bytes, reverse=True)
+        totals, largest = self.bytes_by_server, max(1, *self.bytes_by_server)
+        title = [f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}"]
+        if num_dynamic := sum(variable.is_dynamic for variable in self.variables):
+            title.append(f"not drawn: {num_dynamic} dynamic tables, which get rows on every server as ids appear")
+        # Each name fits, if there is room, and has a line, if the shards of a server have about the same size.
+        longest = max((font.getlength(self.name(shard)) for shard in drawn), default=0) + _LINE
+        most = max(_BAR_WIDTHS[0], min(_BAR_WIDTHS[1], _ALL_BARS // self.num_servers))
+        width = int(min(max(longest, _BAR_WIDTHS[0]), most))
+        num_shards = max(Counter(shard.server for shard in drawn).values(), default=1)
+        height = min(max(_BAR_HEIGHTS[0], num_shards * 3 * _LINE // 2), _BAR_HEIGHTS[1])
+        floor = _GAP + (len(title) + 2) * _LINE + height
+        room = max(self.num_servers * (width + _GAP), *(int(font.getlength(line)) + _GAP for line in title)) + _GAP
+        image = Image.new("RGB", (room, floor + 2 * _LINE + _GAP), "white")
         draw = ImageDraw.Draw(image)
-        title = f"bytes by server, optimizer slots included; imbalance {self.imbalance:.2f}"
-        draw.text((_GAP, 14), title, fill="black")
-        scale, floor = _BAR_HEIGHT / max(1, *totals), _TOP + _BAR_HEIGHT
-        tops = [float(floor)] * self.num_servers
-        for shard in self.shards:
-            left, bottom = lefts[shard.server], tops[shard.server]
-            top = tops[shard.server] = bottom - self.num_bytes(shard) * scale
-            color = _COLORS[shard.variable % len(_COLORS)]
-            draw.rectangle((left, top, left + _BAR_WIDTH, bottom), fill=color, outline="white")
-            if bottom - top >= _SMALLEST_LABELLED:
-                draw.text((left + 6, top + 1), self.name(shard)[:30], fill="white")
-        for server, (left, total) in enumerate(zip(lefts, totals)):
-            draw.line((left, floor, left + _BAR_WIDTH, floor), fill="black")
-            draw.text((left, floor + 8), f"ps:{server}", fill="black")
-            draw.text((left, floor + 22), f"{total:,} bytes", fill="black")
+        draw.text((_GAP, _GAP // 2), "\n".join(title), fill="black", font=font)
+        for server, total in enumerate(totals):
+            left, bottom, unnamed = _GAP + server * (width + _GAP), float(floor), 0
+            for shard in (shard for shard in drawn if shard.server == server):
+                top = bottom - self.num_bytes(shard) * height / largest
+                box, middle = (left, top, left + width, bottom), (left + width / 2, (top + bottom) / 2)
+                draw.rectangle(box, _COLORS[shard.variable % len(_COLORS)], "white" if bottom - top > 4 else None)
+                if bottom - top >= _LINE - 1:
+                    name = self.name(shard)
+                    name = _shortened(name, (width - _LINE / 2) / font.getlength(name))
+                    draw.text(middle, name, fill="white", font=font, anchor="mm")
+                else:
+                    unnamed += 1
+                bottom = top
+            if unnamed:
+                text = f"{unnamed} small one{'s' * (unnamed > 1)} on top"
+                draw.text((left + width / 2, bottom - 6), text, fill="black", font=font, anchor="mb")
+            draw.line((left, floor, left + width, floor), fill="black", width=3)
+            text = f"ps:{server}\n{total:,} bytes"
+            draw.text((left + width / 2, floor + 10), text, fill="black", font=font, anchor="ma", align="center")
         image.save(path)
+
+
+def _shortened(name: str, part: float) -> str:
+    """The name without its middle, if only a part of it fits; its end has the rows."""
+    half = int(len(name) * part) // 2 - 1
+    return name if part >= 1 else f"{name[:half]}…{name[-half:]}"
 
 
 def wrong_id(message: str, plan: PlacementPlan) -> str | None:

@@ -142,6 +142,8 @@ def test_the_result_says_where_the_run_comes_from(run_dir: Path) -> None:
     assert (config["train"]["steps"], config["train"]["steps_per_call"]) == (4, 2)
     assert (config["strategy"]["name"], config["cluster"]["shape"]) == ("single", "local")
     assert (config["run"]["seed"], config["run"]["dir"], config["hparams"]) == (5, str(run_dir), {"units": 8})
+    assert config["fit"]["model"].startswith("models.mlp, ")
+    assert config["fit"]["loss"] == "sparse_categorical_crossentropy"
     assert before <= found["started"] <= found["ended"] <= now()
     assert found["host"]
     assert {"python", "kdist", "tensorflow", "keras"} <= found["versions"].keys()

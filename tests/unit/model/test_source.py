@@ -155,3 +155,20 @@ def test_a_model_that_has_only_been_built_since_is_built_by_its_function_elsewhe
     assert source.__getstate__()["_build_model"] is build
     source.model.norm.trainable = False
     assert source.__getstate__()["_build_model"] is source.model
+
+
+def test_the_description_tells_models_and_losses_apart() -> None:
+    def small(loss: Any = "mse") -> keras.Model:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", loss)
+        return model
+
+    source = ModelSource(small, "test")
+    assert source.description == {}
+    _ = source.built
+    named = f"{__name__}.test_the_description_tells_models_and_losses_apart.<locals>.small, 3 weights"
+    assert source.description == {"model": named, "loss": "mean_squared_error"}
+    losses = [keras.losses.MeanSquaredError(), "no_such_loss", {"a": "mae"}, None]
+    assert [ModelSource(small(loss), "test").description["loss"] for loss in losses] == [
+        "mean_squared_error", "no_such_loss", {"a": "mean_absolute_error"}, None,
+    ]  # fmt: skip

@@ -22,8 +22,8 @@ def tags_of(folder: Path) -> set[str]:
 def test_values_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     written = Summaries(tmp_path)
     written.scalars("train", {"loss": 1.0, "accuracy": 0.5}, 3)
-    written.histogram("train", "async/staleness", np.arange(5), 3)
-    assert tags_of(tmp_path / "train") == {"loss", "accuracy", "async/staleness"}
+    written.histogram("train", "updates/staleness", np.arange(5), 3)
+    assert tags_of(tmp_path / "train") == {"loss", "accuracy", "updates/staleness"}
     assert not (tmp_path / "validation").exists()
     written.close()
 

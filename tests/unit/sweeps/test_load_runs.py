@@ -14,8 +14,8 @@ import kdist
 from kdist.cli.main import run
 from kdist.errors import ConfigError
 from kdist.run.metrics_file import MetricsFile
-from kdist.sweeps.groups import Group, Spread, list_text
-from kdist.sweeps.load import runs_below
+from kdist.sweeps.groups import Group, Spread, cells, list_text, number_text, table
+from kdist.sweeps.load import MODEL, runs_below
 
 COLUMNS = ["run", "status", "strategy", "cluster", "seed"]
 SPEED = ["steps_per_second", "examples_per_second", "staleness", "seconds", "global_step", "workers"]
@@ -165,7 +165,12 @@ def test_a_folder_that_is_not_there_and_a_column_that_is_not_there(
     assert run(["runs", str(tmp_path), "--group-by", "strategy,flavour"]) == 2
     assert "--group-by flavour: there is no such column; choose from run, status, " in capsys.readouterr().err
     assert run(["runs", str(tmp_path), "--sort", "best/auc"]) == 2
-    assert "--sort best/auc: there is no such column; choose from train/loss, " in capsys.readouterr().err
+    assert "--sort best/auc: there is no such column; " in capsys.readouterr().err
+    assert run(["runs", str(tmp_path), "--columns", "run,accuracy"]) == 2
+    error = capsys.readouterr().err
+    assert "--columns accuracy: there is no such column; did you mean validation/accuracy or best/accuracy?" in error
+    assert run(["runs", str(tmp_path), "--sort", "-statsu"]) == 2
+    assert "--sort statsu: there is no such column; did you mean status?" in capsys.readouterr().err
 
 
 def test_a_record_of_something_else_is_left_out_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +195,83 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table_has_mean_and_spread_over_seeds(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runs", str(sweep), "--sort", "best/accuracy"]) == 0
+def cells_of(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The cells of the table that was printed, with its heads, without its rule."""
+    lines = [line for line in capsys.readouterr().out.splitlines() if "|" in line]
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_the_table_has_the_state_the_metric_and_what_differs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runs", str(sweep), "--sort", "-best/accuracy"]) == 0
     heads, rule, *rows, failed = capsys.readouterr().out.splitlines()
     assert set(rule) <= {"-", "+"}
     assert [[cell.strip() for cell in line.split("|")] for line in [heads, *rows]] == [
-        ["cluster", "runs", "seed", "best/accuracy", "steps_per_second", "staleness", "seconds", "status"],
-        ["1ps2w", "3", "0-2", "0.96 ± 0.014", "100.0 ± 0", "1.50 ± 0", "", "2 done, 1 failed"],
-        ["1ps1w", "3", "0-2", "0.9 ± 0.1", "100.0 ± 0", "1.50 ± 0", "", "done"],
+        ["status", "run", "step", "best/accuracy", "steps/s", "cluster", "seed"],
+        ["2 done, 1 failed", "1ps2w-0 +2", "10", "0.9600 ± 0.014", "100.0 ± 0.0", "1ps2w", "0-2"],
+        ["done", "1ps1w-0 +2", "10", "0.9000 ± 0.10", "100.0 ± 0.0", "1ps1w", "0-2"],
     ]
     assert failed == "1ps2w-2 failed: the loss"
+
+
+def test_columns_and_their_order_can_be_chosen(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--columns", "cluster,train/loss,step", "--group-by", "cluster,run.seed"]
+    assert run(["runs", str(sweep), *chosen, "--sort", "-cluster"]) == 0
+    heads, *rows = cells_of(capsys)
+    assert heads == ["cluster", "train/loss", "step"]
+    assert [row[0] for row in rows] == ["1ps2w"] * 3 + ["1ps1w"] * 3
+    # A value that is missing is last, also then.
+    for sort in ("best/accuracy", "-best/accuracy"):
+        run(["runs", str(sweep), "--columns", "run,best/accuracy", "--group-by", "run", "--sort", sort])
+        _, *rows = cells_of(capsys)
+        found = [row[1] for row in rows[:-1]]
+        assert found == sorted(found, reverse=sort.startswith("-"))
+        assert rows[-1][0] == "1ps2w-2"
+
+
+@pytest.mark.parametrize("is_from_python", [False, True])
+def test_no_mean_is_over_runs_of_different_models_or_losses(
+    is_from_python: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("mine.small", "mine.large", "mine.small", "mine.small")
+    for number, (model, loss) in enumerate(zip(models, ("mse", "mse", "mae", "mse"))):
+        of_python = {"hparams": {}, "fit": {"model": model, "loss": loss}}
+        config = of_python if is_from_python else {"model": {"_target_": model}, "loss": loss}
+        add(tmp_path / str(number), record(0.5 + number / 10, seed=number, config=config))
+    run(["runs", str(tmp_path), "--columns", "run,best/accuracy"])
+    _, *rows = cells_of(capsys)
+    assert rows == [["0,3", "0.6500 ± 0.21"], ["1", "0.6000"], ["2", "0.7000"]]
+    # A column of the command's own, which a list of rows would show.
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert all(MODEL not in row for row in kdist.load_runs(tmp_path))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("width", [80, 50, 5])
+def test_a_table_has_the_first_columns_that_fit_and_names_the_others(width: int) -> None:
+    columns = {
+        "status": ["done", "failed"],
+        "loss": ["0.5000 ± 0.1", "0.3000"],
+        "optimizer.learning_rate": ["0.1", "0.01"],
+        "model._target_": ["a.very.long.name.of.a.function", "another"],
+        "run.seed": ["1", "2"],
+    }
+    lines = table(columns, width, "more")
+    heads = [head.strip() for head in lines[0].split(" | ")]
+    left_out = [name for name in columns if not {name, name.rpartition(".")[2]} & set(heads)]
+    assert " ".join(lines[4:]) == (
+        f"{len(left_out)} of 5 columns left out: {', '.join(left_out)}; more" if left_out else ""
+    )
+    assert {80: 5, 50: 4, 5: 1}[width] == len(heads)
+    assert all(len(line) <= width for line in lines) or width == 5
+    # Nothing is cut in a pipe.
+    assert len(table(columns)[0].split(" | ")) == len(columns)
+
+
+def test_digits_of_a_column_are_even_and_numbers_end_at_the_same_place() -> None:
+    assert [number_text(value) for value in (0.9, 2.0024, 111, 12345.6, 0, 3e-7, 5e9)] == [
+        "0.9000", "2.002", "111.0", "12346", "0.000", "3.000e-07", "5.000e+09",
+    ]  # fmt: skip
+    groups = [Group({}, [{"status": "done", "best/x": value} for value in values]) for values in ([0.5, 0.7], [12], [])]
+    assert cells(groups, "best/x") == ["0.6000 ± 0.14", " 12.00       ", ""]
 
 
 def test_the_table_as_csv_by_other_keys(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +296,8 @@ def test_the_table_as_csv_by_other_keys(sweep: Path, capsys: pytest.CaptureFixtu
         ([1, 2, 3, 7], "1-3,7"),
         ([0.5, 0.1], "0.5,0.1"),
         (["a", None, "b"], "a,b"),
+        (["mnist/2026-11-21", "mnist/2026-11-22", "mnist/2026-11-23"], "mnist/2026-11-21 +2"),
+        ([738291, 182738, 928374], "738291 +2"),
     ],
 )
 def test_values_of_a_row(values: list[Any], text: str) -> None:
@@ -236,4 +310,4 @@ def test_spreads() -> None:
 
     assert of(None, float("nan")).spread("x") is None
     assert of(2.0).spread("x") == Spread(2.0, None)
-    assert [of(*values).text("x", ".1f") for values in ([], [2.0], [1000.0, 3000.0])] == ["", "2.0", "2000.0 ± 1414"]
+    assert of(1.0, 3.0).spread("x") == Spread(2.0, pytest.approx(1.414, rel=1e-3))

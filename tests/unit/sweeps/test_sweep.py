@@ -31,6 +31,7 @@ def result(loss: float, accuracy: float, **more: Any) -> dict[str, Any]:
         "steps_per_second": 100.0,
         "examples_per_second": 3200.0,
         "seconds": 4.0,
+        "global_step": 30,
         "workers": 2,
         "strategy": "parameter_server",
         "gradients": {"staleness_mean": 1.5},
@@ -102,7 +103,7 @@ def test_trials_are_found_whatever_their_folders_are_called(folder: Folder) -> N
     assert [trial.name for trial in sweep.trials] == [names[0], names[1]]
     assert [trial.exit_code for trial in sweep.failed] == [2]
     *_, unfinished, failed, why = sweep.table()
-    assert {unfinished.split()[0], failed.split()[0]} == {"0", "7"}
+    assert {row.split(" | ")[1].strip() for row in (unfinished, failed)} == {"0", "7"}
     assert why == f"trial 0 ({names[0]}) failed: it broke"
 
 
@@ -124,14 +125,14 @@ def test_the_table_has_the_best_first_and_what_failed(folder: Folder) -> None:
     assert [job.number for job in sweep.trials] == [0, 1, 2, 10]
     assert sweep.swept == ["cluster", "optimizer.learning_rate"]
     heads, rule, *rows, failed = sweep.table()
-    assert heads.split(" | ")[0].strip() == "trial"
+    assert [head.strip() for head in heads.split(" | ")[:2]] == ["status", "trial"]
     assert set(rule) <= {"-", "+"}
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
     assert cells == [
-        ["1", "1ps2w", "0.1", "0.2", "100.0", "1.50", "done"],
-        ["0", "1ps1w", "0.1", "0.7", "100.0", "1.50", "done"],
-        ["2", "1ps2w", "9", "", "", "", "failed"],
-        ["10", "1ps1w", "9", "", "", "", "unfinished"],
+        ["done", "1", "30", "0.2000", "100.0", "1ps2w", "0.1"],
+        ["done", "0", "30", "0.7000", "100.0", "1ps1w", "0.1"],
+        ["failed", "2", "", "", "", "1ps2w", "9"],
+        ["unfinished", "10", "", "", "", "1ps1w", "9"],
     ]
     assert failed == "trial 2 failed: NanTensor: the loss became nan"
     assert [group.rows[0]["run"] for group in Sweep(folder, "accuracy").groups()[:2]] == ["1", "0"]
@@ -151,9 +152,9 @@ def test_seeds_are_one_row_with_mean_and_spread(folder: Folder) -> None:
     assert sweep.swept == ["cluster", "run.seed"]
     heads, _, *rows, failed = sweep.table()
     assert [[cell.strip() for cell in row.split("|")] for row in [heads, *rows]] == [
-        ["trial", "cluster", "run.seed", "accuracy", "steps/s", "staleness", "status"],
-        ["0-2", "1ps1w", "0-2", "0.9 ± 0.1", "100.0 ± 0", "1.50 ± 0", "done"],
-        ["3-5", "1ps2w", "0-2", "0.7 ± 0", "100.0 ± 0", "1.50 ± 0", "2 done, 1 failed"],
+        ["status", "trial", "step", "accuracy", "steps/s", "cluster", "run.seed"],
+        ["done", "0-2", "30", "0.9000 ± 0.10", "100.0 ± 0.0", "1ps1w", "0-2"],
+        ["2 done, 1 failed", "3-5", "30", "0.7000 ± 0.0", "100.0 ± 0.0", "1ps2w", "0-2"],
     ]
     assert failed == "trial 5 failed: no"
 
@@ -202,6 +203,38 @@ def test_a_loss_that_differs_much_begins_at_0_and_seeds_alone_are_points(
     (axes,) = axes_of(Sweep(folder), monkeypatch)
     assert (axes.get_ylabel(), axes.get_ylim()[0], axes.get_xlabel()) == ("loss", 0, "run.seed")
     assert not any(lines_joined(axes))
+
+
+@pytest.mark.parametrize("keys", [("cluster",), ("model.units",), ("cluster", "model.units")])
+def test_a_single_run_has_no_deviation(keys: tuple[str, ...], folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"cluster": ("1ps1w", "1ps2w"), "model.units": ("8", "16")}
+    for number, chosen in enumerate(itertools.product(*(values[key] for key in keys))):
+        given = dict(zip(keys, chosen))
+        # Each size is another model, but on one line.
+        found = result(1.0 + number, 0.5, cluster=given.get("cluster"), config={"model": {"units": chosen[-1]}})
+        add(folder, number, given, found)
+    for axes in axes_of(Sweep(folder), monkeypatch):
+        assert not axes.containers
+        assert not axes.collections
+        assert {len(line.get_xdata()) for line in axes.lines} == {2}
+        assert len(axes.lines) == 2 ** (len(keys) - 1)
+
+
+def test_forty_jobs_have_names_that_can_be_read_and_no_mean_over_other_settings(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [f"a.package.with.a.long.name.build_{number}" for number in range(10)]
+    for number, (model, units) in enumerate(itertools.product(models, "1234")):
+        add(folder, number, {"model._target_": model, "model.units": units}, result(1.0 + number, 0.5))
+    over_models, over_units = axes_of(Sweep(folder), monkeypatch)
+    labels = over_models.get_xticklabels()
+    assert [label.get_text()[-7:] for label in labels] == [f"build_{number}" for number in range(10)]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
+    # Ten lines could not be told apart.
+    assert over_units.get_legend() is None
+    (points,) = over_units.lines
+    assert (lines_joined(over_units), len(points.get_xdata())) == ([False], 40)
 
 
 def test_a_sweep_without_a_job_that_is_done_has_a_table_and_no_picture(folder: Folder) -> None:

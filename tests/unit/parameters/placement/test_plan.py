@@ -1,13 +1,17 @@
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageDraw
 
 from kdist.config.schema import PLACEMENT_POLICIES, ServerOptions
 from kdist.errors import ConfigError
-from kdist.parameters.placement.plan import PlacementPlan, Variable, servers_for
+from kdist.parameters.placement.plan import PlacementPlan, Variable, _shortened, servers_for
 from kdist.parameters.placement.plan import place as place_by
 
 SHAPES = st.lists(st.lists(st.integers(1, 300), min_size=0, max_size=3).map(tuple), min_size=1, max_size=25)
@@ -136,3 +140,37 @@ def test_table_names_shards_servers_totals_and_notes() -> None:
 def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy\.placement=best.*auto, round_robin, greedy, partitioned"):
         ServerOptions(placement="best")
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 12])
+def test_the_picture_names_each_large_variable_and_no_text_covers_another(
+    num_servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes: dict[str, tuple[float, ...]] = {}
+    write = ImageDraw.ImageDraw.text
+
+    def noted(draw: ImageDraw.ImageDraw, at: Any, text: str, *positional: Any, **named: Any) -> None:
+        # Some versions of Pillow call it for each line.
+        if "font" in named:
+            boxes[f"{text} {at}"] = draw.textbbox(at, text, named["font"], named.get("anchor"))
+        write(draw, at, text, *positional, **named)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
+    name = "a_table_with_a_long_name_{:02d}_{}/embeddings"
+    tables = [variable(name.format(i, "fixed"), (1000 + i, 8)) for i in range(26)]
+    small = [variable(f"bias_{i}", (i + 1,), can_be_cut=False) for i in range(5)]
+    dynamic = [Variable(name.format(i, "dynamic"), (0, 8), 0, is_dynamic=True) for i in range(26)]
+    plan = place([*tables, *small, *dynamic], num_servers, "greedy")
+    plan.draw(tmp_path / "placement.png")
+    assert {table.name for table in tables} <= {text.partition(" (")[0] for text in boxes}
+    assert any("26 dynamic tables" in text for text in boxes)
+    with Image.open(tmp_path / "placement.png") as picture:
+        width, height = picture.size
+    assert all(0 <= b[0] < b[2] <= width and 0 <= b[1] < b[3] <= height for b in boxes.values())
+    for one, other in itertools.combinations(boxes.values(), 2):
+        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+
+
+def test_a_name_that_is_too_long_loses_its_middle() -> None:
+    assert _shortened("dense/kernel", 1.5) == "dense/kernel"
+    assert _shortened("a_long_name_of_a_table/embeddings[0:50]", 0.5) == "a_long_n…gs[0:50]"
