@@ -175,10 +175,12 @@ class Contender:
         for keep in (False, True):
             self._keep_to_cores(keep)
             rates[keep] = self._window(_TRIAL_SECS).steps_per_sec
-        self.keeps_to_cores = rates[True] > rates[False]
+        self.keeps_to_cores = sys.platform == "linux" and rates[True] > rates[False]
         self._keep_to_cores(self.keeps_to_cores)
 
     def _keep_to_cores(self, keep: bool) -> None:
+        if sys.platform != "linux":
+            return
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) > self.entry.task.num_workers:
             return

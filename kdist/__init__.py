@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kdist import moved
-from kdist._compat.imports import make_quiet, quick_import
+from kdist._compat.imports import make_quiet, quick_import, register_on_demand
 from kdist.config.checks import require_tensorflow
 from kdist.config.targets import trust
 from kdist.errors import (
@@ -44,6 +44,8 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 require_tensorflow()
 make_quiet()
 moved.install()
+# A saved model may have layers of them.
+register_on_demand("kdist>", "kdist.layers")
 
 _MODULES = ("hooks", "layers")
 _LAZY = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
@@ -73,6 +74,16 @@ def objects_in(bucket: Any, under: str = "") -> dict[str, bytes]:
         re.sub(r"(tfevents)\..*", r"\1", each.key.removeprefix(under)): each.get()["Body"].read()
         for each in bucket.objects.filter(Prefix=under)
     }
+
+
+def as_on_macos(processes: Path | None = None) -> dict[str, str]:
+    """The environment of a process that has no name that only Linux has; nor have its children.
+
+    Args:
+        processes: a folder that gets a file for each of them, named by its number.
+    """
+    own = {"PYTHONPATH": os.pathsep.join([str(REPO / "tests" / "macos"), str(REPO), *sys.path])}
+    return {**os.environ, **own} if processes is None else {**os.environ, **own, "MACOS_PROCESSES": str(processes)}
 
 
 def free_ports(count: int) -> list[int]:

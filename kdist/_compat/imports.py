@@ -1,4 +1,5 @@
-"""Imports TensorFlow in less time, and without harmless messages of it and of Matplotlib, which Keras imports.
+"""Imports TensorFlow in less time, and without harmless messages of it and of Matplotlib, which Keras imports; and lets
+Keras import what it looks for.
 
 `TF_CPP_MIN_LOG_LEVEL` gets a default, and counts from the first message on: TensorFlow's libraries write to standard
 error while they are loaded, before they look at the level. The import passes through a filter, which drops the messages
@@ -7,12 +8,14 @@ below the level. The filter is a process: should the import abort, TensorFlow's 
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -45,7 +48,32 @@ def make_quiet() -> None:
     # Matplotlib warns of a home directory that cannot be written, although it finds another place.
     logging.getLogger("matplotlib").addFilter(lambda record: record.funcName != "_get_config_or_cache_dir")
     if "tensorflow" not in sys.modules:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder("tensorflow", _execute_quietly))
+
+
+def register_on_demand(prefix: str, module: str) -> None:
+    """Lets Keras import a module when it looks for an object whose registered name begins with `prefix`.
+
+    If Keras has been imported, the module is imported at once.
+    """
+
+    def wrap(registration: Any, execute: Callable[[Any], None]) -> None:
+        execute(registration)
+        original = registration.get_registered_object
+
+        @functools.wraps(original)
+        def get_registered_object(name: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(name).startswith(prefix):
+                importlib.import_module(module)
+            return original(name, *args, **kwargs)
+
+        registration.get_registered_object = get_registered_object
+
+    if sys.modules.get("keras"):
+        importlib.import_module(module)
+    else:
+        # Not the module itself as soon as Keras is there: Keras may be what a part of the module imports first.
+        sys.meta_path.insert(0, _Finder("keras.src.saving.object_registration", wrap))
 
 
 @contextmanager
@@ -80,25 +108,32 @@ def has_gpu() -> bool:
 
 
 class _Finder(MetaPathFinder):
-    """Finds TensorFlow where Python does, but executes it quietly; it goes when TensorFlow has been imported once."""
+    """Finds a module where Python does, but lets `execute` execute it; goes when the module has been imported once."""
+
+    def __init__(self, name: str, execute: Callable[[Any, Callable[[Any], None]], None]) -> None:
+        self._name, self._execute = name, execute
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != "tensorflow" or (spec := PathFinder.find_spec(fullname, path, target)) is None:
+        if fullname != self._name or (spec := PathFinder.find_spec(fullname, path, target)) is None:
             return None
         loader: Any = spec.loader
-        execute = loader.exec_module
+        original = loader.exec_module
 
-        def execute_quietly(module: Any) -> None:
+        def execute(module: Any) -> None:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            with _level() as level, _filtered(level):
-                execute(module)
-                if level in ("1", "2") and not has_gpu():
-                    # TensorFlow looks for GPUs once, and calls it an error that there is none.
-                    module.config.list_physical_devices("GPU")
+            self._execute(module, original)
 
-        loader.exec_module = execute_quietly
+        loader.exec_module = execute
         return spec
+
+
+def _execute_quietly(module: Any, execute: Callable[[Any], None]) -> None:
+    with _level() as level, _filtered(level):
+        execute(module)
+        if level in ("1", "2") and not has_gpu():
+            # TensorFlow looks for GPUs once, and calls it an error that there is none.
+            module.config.list_physical_devices("GPU")
 
 
 @contextmanager

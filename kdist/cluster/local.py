@@ -36,11 +36,12 @@ def share_of_machine(
     for the previous one: if there is at most one core per worker, waking a thread on another core costs more than the
     work of the thread. `cores` of None are those that this process may use.
     """
-    can_bind = hasattr(os, "sched_getaffinity")
-    if cores is None:
-        cores = sorted(os.sched_getaffinity(0)) if can_bind else range(os.cpu_count() or 1)
+    if sys.platform != "linux":
+        cores = cores or range(os.cpu_count() or 1)
+    elif cores is None:
+        cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // shape.num_workers) if task.job == "worker" else 1
-    is_bound = can_bind and len(cores) <= shape.num_workers
+    is_bound = sys.platform == "linux" and len(cores) <= shape.num_workers
     return share, max(2, 2 * share), [cores[task.index % len(cores)]] if is_bound else None
 
 

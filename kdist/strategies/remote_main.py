@@ -40,7 +40,7 @@ def run(options: str, descriptors: Mapping[int, int]) -> NoReturn:
     # A scheduler signals all processes: this one ends with the session's, which saves what it holds.
     task = Task("worker", given["index"])
     end_with_parent(str(task))
-    if given["cores"] is not None:
+    if sys.platform == "linux" and given["cores"] is not None:
         os.sched_setaffinity(0, given["cores"])
     sys.path[:] = given["path"]
     log.relay = lambda line: print(f"{log.now()} {line}", flush=True)

@@ -26,7 +26,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _LOOPBACK = "lo"
 
 _IN_PYTHON = "a Python process cannot do it by itself; start it by `unshare -rn python ...`, or use the command line"
-_why_not = _IN_PYTHON
+_why_not = _IN_PYTHON if sys.platform == "linux" else "only Linux has private ones"
 _has_entered = False
 _has_warned = False
 _has_told = False
@@ -101,8 +101,6 @@ def network_line() -> Line | None:
 
 def _try_in_a_child() -> None:
     """Tries it in a child process first: a process in which only a part of it works has no network and no way back."""
-    if sys.platform != "linux":
-        raise OSError("only Linux has them")
     if len(os.listdir("/proc/self/task")) > 1:
         raise OSError("this process has threads already")
     reading, writing = os.pipe()

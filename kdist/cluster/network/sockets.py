@@ -140,7 +140,12 @@ def _bind_all(port: int, interface: str) -> int:
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The TCP sockets of this process, whoever opened them, each with its inode; copies, which the caller closes."""
+    """The TCP sockets of this process, whoever opened them, each with its inode; copies, which the caller closes.
+
+    None on systems other than Linux, which do not list them.
+    """
+    if sys.platform != "linux":
+        return
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):
             # Only sockets: closing a copy of a file's descriptor releases this process's locks on the file.

@@ -140,6 +140,8 @@ class TcpTimeouts:
         return peer in self._resolved
 
     def _limit(self, connection: socket.socket) -> None:
+        if sys.platform != "linux":
+            return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         options = {
             socket.TCP_USER_TIMEOUT: round(1000 * self._secs),

@@ -72,7 +72,7 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     name = f"{options.job}:{options.index}"
     # From the first moment on: importing TensorFlow takes seconds.
     end_with_parent(name)
-    if options.cores is not None:
+    if sys.platform == "linux" and options.cores is not None:
         os.sched_setaffinity(0, options.cores)
     with quick_import(keras=False):
         import tensorflow as tf

@@ -154,8 +154,12 @@ def _follow(name: str, task: subprocess.Popen[bytes], events: queue.SimpleQueue[
     ]
     for reader in readers:
         reader.start()
-    # Until it has been waited for, no other process has its number, nor its group's.
-    os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT)
+    if sys.platform == "linux":
+        # Until it has been waited for, no other process has its number, nor its group's.
+        os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        # macOS has no such call before Python 3.13; a number comes back after thousands of others.
+        task.wait()
     _kill_group(task.pid)
     code = task.wait()
     for reader in readers:

@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import in_short
+from helpers import as_on_macos, in_short, wait_until
 
 from kdist.extras.ssh import agent
 
+on_both = pytest.mark.parametrize("started", [None, as_on_macos()], ids=["here", "macOS"], indirect=True)
+
 
 class Agent:
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None) -> None:
+        # Isolated, it would ignore PYTHONPATH.
+        options = ["-I"] if environment is None else []
         self.process = subprocess.Popen(
-            [sys.executable, "-I", agent.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, *options, agent.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
 
     def tell(self, **message: Any) -> None:
@@ -46,8 +50,8 @@ class Agent:
 
 
 @pytest.fixture
-def started() -> Iterator[Agent]:
-    process = Agent()
+def started(request: pytest.FixtureRequest) -> Iterator[Agent]:
+    process = Agent(getattr(request, "param", None))
     # An answer that never comes fails the test.
     deadline = threading.Timer(20, process.process.kill)
     deadline.start()
@@ -99,6 +103,7 @@ def test_no_end_of_a_task_is_missed_when_signals_come_just_then(started: Agent, 
     assert started.process.wait(10) == 0
 
 
+@on_both
 def test_signals_reach_tasks_and_their_codes_come_back(started: Agent, tmp_path: Path) -> None:
     started.prepare(tmp_path)
     started.start(
@@ -109,6 +114,18 @@ def test_signals_reach_tasks_and_their_codes_come_back(started: Agent, tmp_path:
     started.tell()
     started.tell(signal=signal.SIGUSR1)
     assert started.answer() == {"task": "a", "code": 7}
+
+
+@on_both
+def test_what_a_task_leaves_running_ends_with_it(started: Agent, tmp_path: Path) -> None:
+    started.prepare(tmp_path)
+    started.start(
+        a="import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print(child.pid)"
+    )
+    child = int(started.answer()["text"])
+    assert started.answer() == {"task": "a", "code": 0}
+    wait_until(lambda: not _runs(child), 5, "it has ended")
 
 
 @pytest.mark.parametrize("how", ["closed", "silent", "killed"])
