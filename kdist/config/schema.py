@@ -79,8 +79,7 @@ class ClusterConfig:
     """GPUs that tasks may use, by job."""
 
     bind: Optional[str] = "auto"
-    """The network interface (eth1) at which the tasks listen, besides the loopback device (lo); null: all; `auto`: lo
-    alone for tasks that kdist starts on one machine, if the system permits it, else all."""
+    """The network interface (eth1) of the tasks, besides lo; null: all; auto: lo alone if all tasks are here."""
 
     isolate: str = "never"
     """Tasks that kdist starts: a private network namespace: `auto` if the system permits it, `must`, or `never`."""

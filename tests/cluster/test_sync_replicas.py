@@ -315,5 +315,6 @@ def test_a_resumed_run_comes_to_what_it_would_have_come_to(run_dir: Path) -> Non
         path.unlink()
     resumed = fit_to(17)
     assert result_of(run_dir)["gradients"]["applied"] == 3
+    assert resumed.pop("data_fingerprint") == whole.pop("data_fingerprint")
     for name, value in whole.items():
         np.testing.assert_allclose(resumed[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
