@@ -159,6 +159,14 @@ class EpochRecorder(Hook):
         elif self._validated_step != session.global_step:
             self._run_validation(session)
         self.callbacks.end(session, self._epoch_logs)
+        if self.callbacks.have_changed_weights and not session.interrupted:
+            # As restore_best_weights does: what is said last is of the model that is saved.
+            self._validated_step = None
+            if not self._run_validation(session):
+                warn(
+                    f"a callback has changed the weights after step {session.global_step}; without validation_data, "
+                    "loss and metrics are those of training before that"
+                )
 
     def due_in(self, step: int) -> int | None:
         due = []
@@ -262,6 +270,8 @@ class EpochRecorder(Hook):
             return False
         if self._validated_step != session.global_step:
             logs = dict(self.validate(session))
+            # A callback that changes them in a validation would change them again in another one.
+            self.callbacks.have_changed_weights = False
             if session.interrupted:
                 # It has not used all of the data.
                 return False

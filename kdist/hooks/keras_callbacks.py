@@ -61,6 +61,7 @@ class Callbacks:
         steps_per_batch: the steps that callbacks know as a batch: the model's `steps_per_execution`.
         acts_on_test_batches: whether a callback acts on every batch of a validation; then the chief validates.
         logs_learning_rate: whether a callback adds the learning rate to the logs of epochs.
+        have_changed_weights: whether one has changed parameters or state since this was last set to False.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Callbacks:
         self.wants_batches = any(acts_on_any(callback, _BATCH_EVENTS) for callback in callbacks)
         self.acts_on_test_batches = any(acts_on_any(callback, TEST_BATCH_EVENTS) for callback in callbacks)
         self.list = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=epochs, steps=steps)
+        self.have_changed_weights = False
         self._seen: dict[str, np.ndarray] = {}
         self._stateful = stateful_layers(model)
         #: Those that callbacks have reset.
@@ -175,6 +177,7 @@ class Callbacks:
                 # Otherwise the average would take the place of what a callback has assigned.
                 changed |= {average_of(n): v for n, v in changed.items() if average_of(n) in kept}
             if changed:
+                self.have_changed_weights |= any(name.startswith(("parameters/", "state/")) for name in changed)
                 session.write(changed)
                 self._seen = now
 
