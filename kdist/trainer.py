@@ -185,6 +185,7 @@ class Trainer:
         callbacks: CallbackOrSeveral,
         hparams: Mapping[str, Any],
         origin: Origin | None,
+        began: float | None = None,
         membership: Membership | None = None,
         lock_run_dir: bool = False,
     ) -> None:
@@ -197,6 +198,7 @@ class Trainer:
         self.callbacks = list_of(callbacks)
         self.hparams = plain(hparams)
         self._origin = origin
+        self._began = began
         seed = config.run.seed
         self._follows_run = seed is None
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
@@ -436,6 +438,7 @@ class Trainer:
             hparams=self.hparams,
             origin=self._origin or Origin.here_and_now(),
             num_fits=self._num_fits,
+            began=self._began,
         )
 
     def _run(self, fit: Fit) -> keras.callbacks.History:

@@ -33,6 +33,7 @@ from kdist.config.hparams import hparams_of, overrides_of_job
 from kdist.config.record import record_of
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
+from kdist.console import lines
 from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
 from kdist.fit import signals
 from kdist.log import warn
@@ -98,12 +99,18 @@ class EndOfSweep(ExitStack):
 
 
 def run_job(
-    config: DictConfig, trial_dir: str | None = None, *, parsed: Namespace, end_of_sweep: EndOfSweep | None = None
+    config: DictConfig,
+    trial_dir: str | None = None,
+    *,
+    parsed: Namespace,
+    end_of_sweep: EndOfSweep | None = None,
+    began: float | None = None,
 ) -> None:
     """One run, in the folder that Hydra has created for it; `trial_dir` is the run dir of a trial of a sweep.
 
-    The fork server of trials in the process of their sweep ends with `end_of_sweep`.
+    The fork server of trials in the process of their sweep ends with `end_of_sweep`. The command `began` at that time.
     """
+    began = time.monotonic() if began is None else began
     checked, membership = check_job(config, parsed)
     if membership is not None and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError(f"cluster={checked.cluster.shape}: tasks that others start have one run, and no sweep (-m)")
@@ -119,11 +126,15 @@ def run_job(
     folder = chief_folder(checked.run.dir, run_dir, checked.run.storage_timeout)
     with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
         write_record(run_dir, config)
+        shape = shape_of(checked.cluster, membership)
+        if checked.run.verbose != 0 and not checked.run.plan_only:
+            # Before TensorFlow is imported, which takes seconds.
+            log.say(lines.start_line(checked.run.name, registry.resolve(checked.strategy, shape), str(shape)))
+            log.say(lines.run_dir_line(str(folder), folder.path))
         from kdist.cluster.local import log_path
         from kdist.cluster.processes.forkserver import share_fork_server
 
         end = end_of_sweep if end_of_sweep is not None and end_of_sweep.process == os.getpid() else end_of_run
-        shape = shape_of(checked.cluster, membership)
         if membership is None and not shape.is_local and not checked.run.plan_only:
             # The tasks that this process will start import TensorFlow while it does so itself.
             end.enter_context(share_fork_server(log_path(log_file.parent, shape.tasks[0]), train=not shape.num_ps))
@@ -135,7 +146,7 @@ def run_job(
         origin = Origin.here_and_now(known, overrides_of_job())
         signals.exit_at_once = live.exit_at_once
         try:
-            _train(checked, folder, origin)
+            _train(checked, folder, origin, began=began)
         except ClusterError as error:
             from kdist.run.run_dir import RunDir
 
@@ -152,7 +163,9 @@ def run_job(
             raise
 
 
-def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_chief: bool = True) -> None:
+def _train(
+    config: Config, run_dir: Folder | str | None, origin: Origin, *, began: float | None = None, is_chief: bool = True
+) -> None:
     """Trains as a checked config says, or takes part in the training if this process is not the chief.
 
     A chief has locked its `run_dir`; it is None in a process that needs none.
@@ -189,6 +202,7 @@ def _train(config: Config, run_dir: Folder | str | None, origin: Origin, *, is_c
             callbacks=parts_of(config, "callbacks"),
             hparams=hparams_of(asdict(config), overrides_of_job(), ["train.batch_size", *config.run.hparams]),
             origin=origin,
+            began=began,
         )
         # Built now, so that its errors are found before anything starts.
         _ = trainer.model

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from kdist import forks, log
 from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError, KdistError
 from kdist.fit import signals
+
+#: When the command began, of `time.monotonic`.
+BEGAN = time.monotonic()
 
 
 class Command(NamedTuple):

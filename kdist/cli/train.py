@@ -24,7 +24,7 @@ from kdist.cli.compose import (
     without_hydra,
 )
 from kdist.cli.help import help_text
-from kdist.cli.main import COMMANDS, print_error
+from kdist.cli.main import BEGAN, COMMANDS, print_error
 from kdist.errors import ConfigError, KdistError
 from kdist.storage.files import make_new, make_private
 from kdist.storage.mirror import chief_folder, lock_of
@@ -78,7 +78,7 @@ def _run_once(parsed: Namespace) -> None:
         folder = Path(str(config.hydra.run.dir))
         lock_of(chief_folder(checked.run.dir, folder, checked.run.storage_timeout)).check()
         make_private(folder)
-        error = run(config, loader, partial(run_job, parsed=parsed))
+        error = run(config, loader, partial(run_job, parsed=parsed, began=BEGAN))
     if error is not None:
         raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,8 +31,10 @@ def start_line(name: str, strategy: str, cluster: str) -> Line:
     return Line(f"kdist {__version__} | {name} | {strategy} on {cluster}", "start", values=values)
 
 
-def run_dir_line(run_dir: str, logdir: str) -> Line:
-    """`run dir   runs/mnist/2026-11-21_09-03-45      tensorboard --logdir runs`"""
+def run_dir_line(run_dir: str, path: Path) -> Line:
+    """`run dir   runs/mnist/2026-11-21_09-03-45      tensorboard --logdir runs`; in `path`, its files are here."""
+    # A relative one is shown with its siblings.
+    logdir = shlex.quote(path.parts[0] if path.parts and not path.is_absolute() else str(path))
     return Line(f"run dir   {run_dir}      tensorboard --logdir {logdir}", "run_dir", values={"run_dir": run_dir})
 
 

@@ -113,7 +113,7 @@ class LocalFit(Hook):
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
             signals.raise_received()
-        self._print_end(session, time.monotonic() - started)
+        self._print_end(session, time.monotonic() - (started if fit.began is None else fit.began))
 
     def end(self, session: Session) -> None:
         """Gives the model the trained values; a model that is too large has them in a checkpoint."""
@@ -253,8 +253,9 @@ class LocalFit(Hook):
 
     def _print_begin(self, session: TrainSession) -> None:
         fit, shape = self._fit, self._fit.place.shape
-        session.print_line(lines.start_line(fit.config.run.name, fit.strategy_name, str(shape)))
-        session.print_line(lines.run_dir_line(str(fit.files), fit.files.tensorboard_logdir))
+        if fit.began is None:
+            session.print_line(lines.start_line(fit.config.run.name, fit.strategy_name, str(shape)))
+            session.print_line(lines.run_dir_line(str(fit.files), fit.files.path))
         is_first = not fit.num_fits and not fit.is_quiet
         has_servers = fit.place.membership is not None or not shape.is_local
         if is_first and has_servers and (line := isolate.network_line()) is not None:

@@ -154,6 +154,8 @@ class Fit:
         hparams: of the run, for TensorBoard.
         num_fits: of the same trainer before, whose values the model has.
         goes_on: the count of a fit that trains more on the data from its beginning; None of any other.
+        began: the time, of `time.monotonic`, at which the command of this fit began, which has printed the first lines;
+            None of a program.
     """
 
     config: Config
@@ -167,6 +169,7 @@ class Fit:
     origin: Origin
     num_fits: int = 0
     goes_on: EpochCount | None = None
+    began: float | None = None
 
     @classmethod
     def of(cls, config: Config, arguments: Mapping[str, Any], place: Place, **others: Any) -> Fit:

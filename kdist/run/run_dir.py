@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -120,11 +119,6 @@ class RunDir:
             self.folder.fetch([name])
         path = self.path / name
         return path if path.is_file() else None
-
-    @property
-    def tensorboard_logdir(self) -> str:
-        """The folder in which TensorBoard shows this run and its siblings."""
-        return shlex.quote(self.path.parts[0] if self.path.parts and not self.path.is_absolute() else str(self.path))
 
     def write_plan(self, plan: PlacementPlan | None) -> None:
         """Writes `placement.txt` and `placement.png`, or removes those of an earlier run."""

@@ -202,7 +202,7 @@ LOGS = {"loss": 0.85301, "accuracy": 0.7084, "top_5_categorical_accuracy": 0.91}
             "done | step 2000/2000 | loss 0.8530 | accuracy 0.7084 | 18.7s",
         ),
         (
-            lines.run_dir_line("/data/experiments/of/somebody/mnist/2026-11-27_21-34-21", "/data/experiments/of"),
+            lines.run_dir_line("/data/experiments/of/somebody/mnist/2026-11-27_21-34-21", Path("/data/experiments/of")),
             "run dir   /data/experiments/of/somebody/mnist/2026-11-27_21-34-21\n"
             "          tensorboard --logdir /data/experiments/of",
         ),

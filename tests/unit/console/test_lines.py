@@ -24,7 +24,7 @@ DONE = lines.done_line(500, 2000, LOGS, "over 100 steps", "stopped by NanTensor"
             lines.start_line("mnist", "parameter_server", "2ps2w"),
             f"kdist {__version__} | mnist | parameter_server on 2ps2w",
         ),
-        (lines.run_dir_line("runs/a/b", "runs"), "run dir   runs/a/b      tensorboard --logdir runs"),
+        (lines.run_dir_line("runs/a/b", Path("runs/a/b")), "run dir   runs/a/b      tensorboard --logdir runs"),
         (
             lines.train_line(200, 2000, LOGS, 100, 412.34),
             "train | step    200/2000 | loss 0.4213 | accuracy 0.8750 | over 100 steps |  412.3 steps/s | ETA 4s",
