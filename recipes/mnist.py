@@ -134,7 +134,7 @@ def _from_keras() -> tuple[str, tuple[np.ndarray, ...]] | None:
 
 def _shipped() -> tuple[str, tuple[np.ndarray, ...]]:
     with resources.as_file(resources.files("kdist.recipes") / "mnist_part.npz") as path:
-        return "the part that ships with kdist (no network)", _read_npz(str(path))
+        return "the part in kdist (no network)", _read_npz(str(path))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from kdist import log
 from kdist._compat import imports
 from kdist.cli.compose import check_keys, explain_errors, shell_argument
 from kdist.cli.hydra_plugins import write_record
-from kdist.cli.main import native_log, start_anew
+from kdist.cli.main import LOG_FILE, native_log, start_anew
 from kdist.cluster.network import isolate, sockets
 from kdist.cluster.resolve import membership_of, shape_of
 from kdist.cluster.spec import Membership
@@ -160,6 +160,7 @@ def run_job(
         except Exception as error:
             with log_file.open("a") as file:
                 file.write(traceback_of(error))
+            setattr(error, LOG_FILE, log_file)
             raise
 
 

@@ -23,6 +23,8 @@ from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError, KdistError
 from kdist.fit import signals
 
+#: The attribute of an error that names the log with its full traceback.
+LOG_FILE = "kdist_log_file"
 #: When the command began, of `time.monotonic`.
 BEGAN = time.monotonic()
 
@@ -101,10 +103,11 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes a message and an exit code
         error = signals.requested_exit() or caught
     if isinstance(error, KeyboardInterrupt):
-        _say("kdist: interrupted")
+        if not signals.said.is_set():
+            _say("kdist: interrupted")
         return signals.INTERRUPTED
     if isinstance(error, SystemExit):
-        if error.code == signals.STOPPED:
+        if error.code == signals.STOPPED and not signals.said.is_set():
             _say("kdist: terminated")
         return error.code if isinstance(error.code, int) else 1
     print_error(error)
@@ -120,7 +123,9 @@ def print_error(error: BaseException) -> None:
     ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
-    _say("".join([f"kdist: error: chief: {message}\n", *traceback.format_list(own or frames[-1:])]).rstrip("\n"))
+    parts = [f"kdist: error: chief: {message}\n", *traceback.format_list(own or frames[-1:])]
+    log_file = getattr(error, LOG_FILE, None)
+    _say("".join(parts).rstrip("\n") + ("" if log_file is None else f"\n  full traceback: {log_file}"))
 
 
 def _say(message: str) -> None:

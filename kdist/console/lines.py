@@ -38,6 +38,14 @@ def run_dir_line(run_dir: str, path: Path) -> Line:
     return Line(f"run dir   {run_dir}      tensorboard --logdir {logdir}", "run_dir", values={"run_dir": run_dir})
 
 
+def how_to_resume(run_dir: str, arguments: Sequence[str] | None) -> Line:
+    """`  resume: the same command with run.dir=runs/a`; of a program, without arguments of a command line, its own."""
+    if arguments is None:
+        return Line(f"  resume: the same program with run_dir={run_dir!r}", "resume")
+    has_run_dir = any(argument.startswith("run.dir=") for argument in arguments)
+    return Line("  resume: the same command" + ("" if has_run_dir else f" with run.dir={run_dir}"), "resume")
+
+
 def event_line(
     event: str, step: int, last_step: int | None, *columns: str, values: Mapping[str, Any] | None = None
 ) -> Line:

@@ -54,7 +54,10 @@ class TerminalLine:
         """Shows the columns and a progress bar, which only pulses if the last step is not known."""
         text = Text(" | ".join(columns), no_wrap=True, overflow="ellipsis")
         if self._terminal.width < _WIDE:
-            self._live.update(Text(re.sub(" {2,}", " ", text.plain), no_wrap=True, overflow="ellipsis"))
+            text = Text(re.sub(" {2,}", " ", text.plain))
+            # A terminal shows Ctrl-C behind it; in a line of its own, the line would not be erased.
+            text.truncate(self._terminal.width - len("^C^C"), overflow="ellipsis")
+            self._live.update(text)
             return
         line = Table.grid(padding=(0, 1))
         line.add_row(ProgressBar(last_step or 1, step, width=_BAR_WIDTH, pulse=last_step is None), text)

@@ -248,7 +248,8 @@ def _examples(records: tf.Tensor, features: Mapping[str, Any]) -> dict[str, Any]
     """The features of serialized `tf.train.Example`s, `[n]`."""
     raw, specs = {}, {}
     for name, feature in features.items():
-        if not isinstance(feature, (str, tf.DType, tuple, list)) or hasattr(feature, "_fields"):
+        # Features of tf.io are named tuples.
+        if not isinstance(feature, (str, tf.DType)) and type(feature) not in (tuple, list):
             specs[name] = feature
             continue
         kind, shape = (feature, ()) if isinstance(feature, (str, tf.DType)) else feature

@@ -124,10 +124,16 @@ class _Signals:
     def _raise_again(self) -> None:
         """Raises the exception of a signal whose place another one may have taken; see `requested_exit`."""
 
-    def _leave_in_time(self, received: signal.Signals, message: Callable[[], str]) -> None:
-        """Ends the process with a message if it has not left this context after `grace_secs` seconds."""
+    def _leave_in_time(
+        self, received: signal.Signals, message: Callable[[], str], at_once: Callable[[], None] = lambda: None
+    ) -> None:
+        """Ends the process with a message if it has not left this context after `grace_secs` seconds.
+
+        `at_once` is called in another thread: the signal may have come in the middle of a print.
+        """
 
         def watch() -> None:
+            at_once()
             if not self._ended.wait(self._grace_secs):
                 warn(message())
                 if exit_at_once is not None:
@@ -149,6 +155,8 @@ def _is_caught(number: int) -> bool:
 
 
 _early = _Arrivals()
+#: Set if a run has said that a signal has stopped it.
+said = threading.Event()
 
 
 def stop_before_training() -> None:
@@ -194,12 +202,13 @@ class StopSignals(_Signals):
         return self
 
     def _raise_again(self) -> None:
-        if not self._session.is_started:
-            self.raise_received()
+        if not self._session.is_started and self.received is not None:
+            _raise(self.received)
 
     def raise_received(self) -> None:
-        """Raises the exception of the signal: KeyboardInterrupt, or SystemExit(143)."""
+        """Raises the exception of the signal, after the run has said it: KeyboardInterrupt, or SystemExit(143)."""
         if self.received is not None:
+            said.set()
             _raise(self.received)
 
     def _stop(self, received: signal.Signals) -> None:
@@ -207,12 +216,15 @@ class StopSignals(_Signals):
             self._session.request_stop(received.name)
             _raise(received)
         self._session.interrupt(received.name)
+        at_most = f"saving, at most {self._grace_secs:g} s (run.grace_secs)"
+        stop_line = log.Line(f"stop  | {received.name}: {at_most}; again: ends at once", "stop")
         self._leave_in_time(
             received,
             lambda: (
                 f"not ended {self._grace_secs:g} s after {received.name} (run.grace_secs); the run is left as "
                 f"it stands; last checkpoint: {self._session.checkpoints.newest()}"
             ),
+            at_once=lambda: self._session.print_line(stop_line),
         )
 
 

@@ -90,7 +90,7 @@ def network_line() -> Line | None:
     if is_isolated():
         known = "private namespace: only processes of this run reach its servers"
     elif (interface := sockets.bound_to()) == _LOOPBACK:
-        known = "closed to other machines, not to other users of this one (cluster.bind)"
+        known = "closed to other machines, not to other users here (cluster.bind)"
     else:
         known = (
             f"TensorFlow's servers listen on {f'{interface} and lo' if interface else 'all interfaces'}, without "

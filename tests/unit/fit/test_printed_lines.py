@@ -10,6 +10,7 @@ import pytest
 from helpers import toy_data
 
 import kdist
+from kdist.console.lines import _value
 from kdist.hooks import LoggingTensor, StopAtStep
 
 X, Y = toy_data(64)
@@ -42,7 +43,7 @@ def test_a_fit_with_epochs_prints_a_line_for_each(run_dir: Path, capsys: pytest.
 def test_the_last_line_has_the_last_epoch_and_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, lines = printed_by(run_dir, capsys, steps=20)
     assert not [line for line in lines if line.startswith("epoch")], "the user asked for steps"
-    metrics = " | ".join(f"{name} {trainer.history[name][-1]:.4f}" for name in ("loss", "accuracy"))
+    metrics = " | ".join(f"{name} {_value(trainer.history[name][-1])}" for name in ("loss", "accuracy"))
     assert without_seconds(lines[-1]) == f"done  | step     20/20 | {metrics} | over 4 steps | steps=20 done"
     assert trainer.result.stopped_by == "StopAtStep"
 

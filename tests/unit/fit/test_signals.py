@@ -51,6 +51,7 @@ class Session:
         self.is_started = is_started
         self.interrupted_by: list[str] = []
         self.checkpoints = SimpleNamespace(newest=lambda: None)
+        self.print_line = lambda line: None
 
     def interrupt(self, reason: str) -> None:
         self.interrupted_by.append(reason)

@@ -93,7 +93,7 @@ def test_the_first_lines_of_a_run_say_what_is_true(monkeypatch: pytest.MonkeyPat
     assert isolate.network_line() is None, "once a process"
     monkeypatch.setattr(isolate, "_has_told", False)
     monkeypatch.setattr(sockets, "_interface", "lo")
-    closed = "network   closed to other machines, not to other users of this one (cluster.bind)"
+    closed = "network   closed to other machines, not to other users here (cluster.bind)"
     assert isolate.network_line() == closed
     monkeypatch.setattr(isolate, "is_isolated", lambda: True)
     monkeypatch.setattr(isolate, "_has_told", False)
