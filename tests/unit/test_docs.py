@@ -138,6 +138,16 @@ def test_the_messages_that_troubleshooting_explains_are_in_the_code() -> None:
     assert absent == []
 
 
+@pytest.mark.parametrize(
+    "page", [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))], ids=lambda page: page.name
+)
+def test_snippets_import_kdist_before_keras_and_tensorflow(page: Path) -> None:
+    # Which print messages, among them red ones, unless kdist was imported before.
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        imported = re.findall(r"^(?:import|from) (kdist|keras|tensorflow)\b", snippet, re.MULTILINE)
+        assert "kdist" not in imported or imported[0] == "kdist", snippet
+
+
 def test_the_reference_has_every_hook() -> None:
     page = (REPO / "docs" / "reference" / "hooks.md").read_text()
     listed = re.findall(r"^::: kdist\.hooks\.(\w+)$", page, re.MULTILINE)
