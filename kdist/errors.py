@@ -6,7 +6,10 @@ On the command line an error becomes that message and its `exit_code`; in Python
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 from kdist.log import plain_text
@@ -19,6 +22,15 @@ _FUNCTION_NODE = re.compile(r"\{\{function_node \S+\}\}\s*")
 # The place of an error in a dataset, and the form in which TensorFlow shows the message of an assertion.
 _DATASET = re.compile(r"Error in user-defined function passed to \S+ transformation with iterator: \S+: ")
 _ASSERTION = re.compile(r"assertion failed: \[(.*)\]")
+
+
+def install_command(extra: str) -> str:
+    """`pip install 'pyarrow>=16'`, the packages of an extra of kdist: its own name is on no index that pip looks at."""
+    needs = []
+    with suppress(metadata.PackageNotFoundError):
+        parts = [line.partition(";") for line in metadata.requires("kdist") or ()]
+        needs = [shlex.quote(package.strip()) for package, _, marker in parts if f'extra == "{extra}"' in marker]
+    return f"pip install {' '.join(needs) or f'the packages of the extra {extra}'}"
 
 
 class KdistError(Exception):

@@ -15,7 +15,7 @@ import numpy as np
 
 from kdist.data.file_blocks import opened
 from kdist.data.splits import UnreadableSplit
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,7 +26,7 @@ def require_pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(f"Parquet files need pyarrow: pip install 'kdist[parquet]' ({error})") from error
+        raise ConfigError(f"Parquet files need pyarrow: {install_command('parquet')} ({error})") from error
     return pyarrow
 
 

@@ -19,7 +19,7 @@ from kdist.config.checks import check_more_than_zero, check_one_of, check_whole_
 from kdist.data.python_readers import offer_readers, read_by
 from kdist.data.split_data import SplitSource
 from kdist.data.splits import SplitEnumerator, UnreadableSplit
-from kdist.errors import ConfigError, DataSourceError
+from kdist.errors import ConfigError, DataSourceError, install_command
 from kdist.log import warn
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def kafka_topic(
     try:
         import confluent_kafka  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"Kafka needs confluent-kafka: pip install 'kdist[kafka]' ({error})") from error
+        raise ConfigError(f"Kafka needs confluent-kafka: {install_command('kafka')} ({error})") from error
     for key, value in (config or {}).items():
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"config: {key} is a {type(value).__name__}; give a string or a number")

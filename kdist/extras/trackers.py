@@ -17,7 +17,7 @@ from typing import Any
 
 from kdist.config.checks import check_more_than_zero, check_one_of
 from kdist.config.hparams import flat
-from kdist.errors import ConfigError
+from kdist.errors import ConfigError, install_command
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
 from kdist.model.logs import scalars
@@ -44,7 +44,7 @@ class Tracker(Hook, abc.ABC):
 
     def __init__(self, package: str, extra: str, save_model: bool, timeout: float) -> None:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{type(self).__name__}: {package} is not installed; run pip install 'kdist[{extra}]'")
+            raise ConfigError(f"{type(self).__name__}: {package} is not installed; run {install_command(extra)}")
         check_more_than_zero(f"{type(self).__name__}.timeout", timeout)
         self._extra = extra
         self._save_model = save_model

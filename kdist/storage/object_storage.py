@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import fsspec
 
-from kdist.errors import ConfigError, KdistError
+from kdist.errors import ConfigError, KdistError, install_command
 from kdist.log import warn
 from kdist.storage.files import INDEX_SUFFIX, relative, written_whole
 from kdist.storage.folder import Folder
@@ -240,7 +240,7 @@ class ObjectStorage(Folder):
         except ImportError:
             package = _PACKAGES[self._protocol]
             raise ConfigError(
-                f"{self._key}={self.url}: needs the package {package}: pip install 'kdist[{self._protocol}]'"
+                f"{self._key}={self.url}: needs the package {package}: {install_command(self._protocol)}"
             ) from None
         if self._protocol == "s3":
             # Failures are waited out here. s3fs would try a silent server five times before it says so.

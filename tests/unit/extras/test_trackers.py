@@ -126,7 +126,9 @@ def test_what_is_not_installed_or_not_allowed_is_named(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"MlflowTracker.timeout=0"):
         MlflowTracker(timeout=0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"mlflow is not installed; run pip install 'kdist\[mlflow\]'"):
+    with pytest.raises(
+        ConfigError, match=r"mlflow is not installed; run pip install 'mlflow-skinny>=2.16' 'sqlalchemy>=2'"
+    ):
         MlflowTracker()
 
 

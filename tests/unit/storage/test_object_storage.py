@@ -265,7 +265,7 @@ def test_no_message_says_a_secret(storage: type[FaultyStorage], monkeypatch: pyt
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    message = r"^run\.dir=gs://bucket/run: needs the package gcsfs: pip install 'kdist\[gs\]'$"
+    message = r"^run\.dir=gs://bucket/run: needs the package gcsfs: pip install 'gcsfs>=2024.6'$"
     with pytest.raises(ConfigError, match=message), Mirror("gs://bucket/run", NO_WAIT):
         pytest.fail("it has started")
     with pytest.raises(ConfigError, match=message):

@@ -274,7 +274,7 @@ def test_files_of_hydra_are_brought_to_a_sweep_on_object_storage(
         ("az://bucket/sweep", r"hydra\.sweep\.dir=az://bucket/sweep: unknown protocol az; choose one of s3, gs"),
         (
             "gs://bucket/sweep",
-            r"hydra\.sweep\.dir=gs://bucket/sweep: needs the package gcsfs: pip install 'kdist\[gs\]'",
+            r"hydra\.sweep\.dir=gs://bucket/sweep: needs the package gcsfs: pip install 'gcsfs>=2024.6'",
         ),
     ],
 )
