@@ -4,6 +4,7 @@ TensorFlow's servers listen at every address, and have no option for it. But a p
 sockets, and Linux drops rejected packets before the socket gets them: here, packets that come by another
 interface, so that nobody there can connect. What this machine sends to itself, at whatever address, passes the loopback
 device, and is let in. See socket(7), SO_ATTACH_FILTER, and "BPF extensions" in the kernel's networking/filter.rst.
+Where filters need privileges, a socket can still be bound to the loopback device alone, by SO_BINDTODEVICE.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kdist.errors import ClusterError, ConfigError
 
 _LOOPBACK = "lo"
 # asm-generic/socket.h
-_SO_ATTACH_FILTER = 26
+_SO_BINDTODEVICE, _SO_ATTACH_FILTER = 25, 26
 # linux/filter.h: load a word, return if it is equal, return; and where a packet's interface is.
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _INTERFACE_INDEX = (-0x1000 + 8) & 0xFFFFFFFF
@@ -105,10 +106,22 @@ def bind(own: socket.socket, interface: str | None) -> None:
     try:
         own.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
     except OSError as error:
+        if interface == _LOOPBACK and _bind_to_loopback(own):
+            return
         raise ConfigError(
             f"cluster.bind={interface}: the system does not permit filters on sockets ({error.strerror}); some permit "
             "them to root only, or with the capability CAP_NET_ADMIN"
         ) from None
+
+
+def _bind_to_loopback(own: socket.socket) -> bool:
+    """Binds a socket to the loopback device, which Linux 5.7 and later permit once without privileges."""
+    name = _LOOPBACK.encode()
+    with suppress(OSError):
+        if own.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).rstrip(b"\0") != name:
+            own.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, name)
+        return True
+    return False
 
 
 def bind_port(port: int) -> None:

@@ -45,6 +45,28 @@ def elsewhere(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nametoindex", lambda name: ANOTHER)
 
 
+def refuse(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    """Gives options of sockets a number that no option has."""
+    for option in options:
+        monkeypatch.setattr(sockets, option, 32767)
+
+
+def test_without_filters_a_port_is_bound_to_the_loopback_device(
+    on_loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As for users without privileges, on some systems.
+    refuse(monkeypatch, "_SO_ATTACH_FILTER")
+    sockets.bind_to("auto", all_here=True)
+    assert sockets.bound_to() == "lo"
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        sockets.bind_port(port)
+        # Once more, as some time later.
+        sockets.bind_port(port)
+        assert server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0") == b"lo"
+        assert accepts_connections(f"127.0.0.1:{port}", 1)
+
+
 def test_an_interface_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.bind=eth77: there is no such interface; this machine has .*lo"):
         sockets.bind_to("eth77")
@@ -65,8 +87,7 @@ def test_tasks_of_one_machine_are_bound_to_it_by_default_and_others_are_not() ->
 
 
 def test_by_default_a_system_that_refuses_leaves_the_ports_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No option of this number exists.
-    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", 32767)
+    refuse(monkeypatch, "_SO_ATTACH_FILTER", "_SO_BINDTODEVICE")
     sockets.bind_to("auto", all_here=True)
     assert sockets.bound_to() is None
 
@@ -127,8 +148,7 @@ def test_a_port_that_this_process_does_not_have_is_an_error(on_loopback: None) -
 
 
 def test_a_system_that_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No option of this number exists.
-    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", 32767)
+    refuse(monkeypatch, "_SO_ATTACH_FILTER", "_SO_BINDTODEVICE")
     with pytest.raises(ConfigError, match=r"cluster\.bind=lo: the system does not permit filters on sockets"):
         sockets.bind_to("lo")
 
