@@ -39,6 +39,7 @@ def test_a_child_is_terminated_by_a_stop_signal_while_the_session_goes_on() -> N
     class Session:
         is_started = True
         interrupt = staticmethod(interrupted.append)
+        print_line = staticmethod(print)
 
     with StopSignals(Session(), 30):  # type: ignore[arg-type]
         child = forked(lambda: time.sleep(60))
