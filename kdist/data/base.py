@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -76,6 +76,8 @@ class TrainingData(abc.ABC):
     splits: Splits | None = None
     #: The passes that are the epochs, if nobody knows their length; None if epochs are numbers of steps.
     passes: Passes | None = None
+    #: Its datasets call functions of the user, which AutoGraph converts; of kdist's own it would take a second.
+    calls_user_code: ClassVar[bool] = False
     #: Nobody knows that a task can read it before one has.
     is_untried: bool = False
     #: Adds sample weights to a batch, which it takes as its parts; None leaves the weights of the data.
@@ -150,7 +152,8 @@ def worker_dataset(
     tf.config.list_logical_devices()
     forget_traced_functions()
     specs = [*[tf.TensorSpec([], tf.int64)] * 3, *data.specs(num_workers)]
-    return function_for_tasks(make, *specs, autograph=True)
+    make = make if data.calls_user_code else tf.autograph.experimental.do_not_convert(make)
+    return function_for_tasks(make, *specs, autograph=data.calls_user_code)
 
 
 def make_dataset(

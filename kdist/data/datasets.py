@@ -136,6 +136,8 @@ class PassQueue(Splits, Passes):
 class FunctionData(TrainingData):
     """A function `(DataContext) -> tf.data.Dataset` of batches, traced for the workers."""
 
+    calls_user_code = True
+
     def __init__(self, function: Callable[[DataContext], tf.data.Dataset]) -> None:
         self._function = function
         self._name = getattr(function, "__name__", str(function))

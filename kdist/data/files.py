@@ -408,6 +408,7 @@ class Files:
 class FileData(TrainingData):
     """Files of records. Asynchronous workers take turns with ranges of an epoch; others have equal ones of each."""
 
+    calls_user_code = True
     splits: RangeQueue | None
 
     def __init__(self, source: Files, batch_size: int, *, shuffle: bool, seed: int, readers: Readers) -> None:

@@ -31,6 +31,7 @@ class SplitSource(abc.ABC):
 class SplitData(TrainingData):
     """The splits of a source; a worker's dataset ends with its split, and the next one is another dataset."""
 
+    calls_user_code = True
     splits: SplitQueue
 
     def __init__(self, source: SplitSource, batch_size: int) -> None:

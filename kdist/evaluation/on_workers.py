@@ -72,7 +72,8 @@ def _shards_of_arrays(arrays: Any, batch_size: int, number: int) -> EvaluationSh
     def arguments(shard: int) -> list[WorkerArgument]:
         return [column.share(slice(cuts[shard], cuts[shard + 1]), max_rows) for column in columns]
 
-    # TensorFlow warns of an argument called `_`.
+    # TensorFlow warns of an argument called `_`. AutoGraph would take half a second.
+    @tf.autograph.experimental.do_not_convert
     def dataset(shard: tf.Tensor, *arguments: tf.Tensor) -> tf.data.Dataset:  # noqa: ARG001
         arrived = arrived_shares(columns, max_rows, arguments)
         numbers = tf.data.Dataset.range(arrived[0].num_rows).batch(batch_size)
