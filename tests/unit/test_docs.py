@@ -150,7 +150,7 @@ def test_snippets_import_kdist_before_keras_and_tensorflow(page: Path) -> None:
 
 def test_the_reference_has_every_hook() -> None:
     page = (REPO / "docs" / "reference" / "hooks.md").read_text()
-    listed = re.findall(r"^::: kdist\.hooks\.(\w+)$", page, re.MULTILINE)
+    listed = re.findall(r"^::: kdist\.(?:hooks|extras\.\w+)\.(\w+)$", page, re.MULTILINE)
     classes = [name for name in kdist.hooks.__all__ if name[0].isupper()]
     described_in_base = ("Hook", "RunContext", "RunValues", "Session")
     assert sorted(listed) == sorted(["base", *(name for name in classes if name not in described_in_base)])
