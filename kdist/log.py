@@ -97,11 +97,65 @@ def say(text: str, level: int = logging.INFO, stream: TextIO | None = None, *, i
         relay(line)
         return
     record(line, level)
-    stream = stream or sys.stdout
-    print(_as_json(line, level) if is_json else _for_people(line, stream, in_full), file=stream, flush=True)
+    console = Console.of(sys.stdout if stream is None else stream)
+    print(_as_json(line, level) if is_json else _for_people(line, console, in_full), file=console, flush=True)
 
 
-def _for_people(line: Line, stream: TextIO, in_full: bool) -> str:
+class Console:
+    """A text stream that never fails: nobody may be there to read it, and training goes on without them.
+
+    A terminal may be closed, the reader of a pipe may have ended, or a disk may be full; a service may have no standard
+    streams at all. What cannot be written is dropped, and a character that the encoding lacks is replaced. The log of
+    the chief has every line.
+
+    Args:
+        stream: None if there is none, as `sys.stdout` of such a service.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - as long as the process
+
+    @classmethod
+    def of(cls, stream: Any) -> Console:
+        return stream if isinstance(stream, cls) else cls(stream)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def stand_in_for_console() -> None:
+    """Lets this process print to streams that never fail, also if it has no standard streams."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # It gets the lowest number that is free: no other file may have it.
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = Console(sys.stdout)
+    # It stays on the console when descriptor 2 is redirected.
+    sys.stderr = Console(os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace"))
+
+
+def _for_people(line: Line, stream: Console, in_full: bool) -> str:
     if not stream.isatty():
         return str(line)
     text = str(line) if in_full else line.within(shutil.get_terminal_size().columns)

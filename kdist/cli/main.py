@@ -52,9 +52,10 @@ def main(command: str | None = None) -> NoReturn:
     # As `python -m` does: a config may name a module in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    # It stays on the console when descriptor 2 is redirected, see `native_log`.
-    sys.stderr.flush()
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    # Also when descriptor 2 is redirected, see `native_log`.
+    log.stand_in_for_console()
     signals.stop_before_training()
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     code = run([*([] if command is None else [command]), *sys.argv[1:]])

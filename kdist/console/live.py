@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -33,14 +33,14 @@ class TerminalLine:
     """A line on `terminal`, or on standard output, where anything printed in the meantime goes above it."""
 
     def __init__(self, terminal: Console | None = None) -> None:
-        self._terminal = terminal or Console(file=sys.stdout)
+        self._terminal = terminal or Console(file=cast(IO[str], log.Console.of(sys.stdout)))
         self._live = Live(
             console=self._terminal,
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=terminal is None,
             # Output to a file must stay there.
-            redirect_stderr=terminal is None and sys.stderr.isatty(),
+            redirect_stderr=terminal is None and log.Console.of(sys.stderr).isatty(),
         )
         self._live.start()
         self._cancel = forks.undo_in_children(_print_plainly)
@@ -101,7 +101,8 @@ class NotebookLine:
 
 def is_terminal() -> bool:
     """Tells whether standard output is a terminal for people; rich alone may treat any file as one."""
-    return not log.is_json and sys.stdout.isatty() and Console(file=sys.stdout).is_terminal
+    console: Any = log.Console.of(sys.stdout)
+    return not log.is_json and console.isatty() and Console(file=console).is_terminal
 
 
 def is_notebook() -> bool:

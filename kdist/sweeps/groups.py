@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from kdist import log
 from kdist.sweeps.load import METRIC_SPLITS, MODEL, SPEED, Row, as_numbered
 
 #: The column of a sweep's objectives.
@@ -176,4 +177,4 @@ def _is_number(cell: str) -> bool:
 
 def terminal_width() -> int | None:
     """The columns of the terminal that standard output is; None if it is something else, such as a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if log.Console.of(sys.stdout).isatty() else None
