@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from kdist._compat import tensorflow as tf_compat
 from kdist.cluster.network import sockets
+from kdist.cluster.network.names import without_proxy
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 
@@ -86,8 +87,9 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
     else:
         own_address = served
     before = tf_compat.server_def()
-    _environment_before.update({name: os.environ.get(name) for name in _ENVIRONMENT})
-    os.environ.update(_ENVIRONMENT)
+    environment = _ENVIRONMENT | without_proxy([own_address, *(a for job in spec.jobs for a in spec.job_tasks(job))])
+    _environment_before.update({name: os.environ.get(name) for name in environment})
+    os.environ.update(environment)
     probe = tf.Variable(0, trainable=False)
     # A copy: the spec keeps what it returns.
     cluster = tf.train.ClusterDef()

@@ -21,6 +21,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import number_collectives_when_traced
 from kdist.cluster.description import TaskFingerprint, check_fingerprints
 from kdist.cluster.network import sockets
+from kdist.cluster.network.names import without_proxy
 from kdist.cluster.network.port_probe import meet
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.child import kill_after
@@ -61,6 +62,7 @@ def join(membership: Membership, start_timeout: float) -> None:
         task_id=membership.task.index,
         rpc_layer="grpc",
     )
+    os.environ.update(without_proxy(membership.spec.addresses.values()))
     try:
         # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
         late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"

@@ -164,6 +164,8 @@ def serve_until_done(
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:
     import tensorflow as tf
 
+    # A task that only serves makes no other connections.
+    os.environ["grpc_proxy"] = ""  # noqa: SIM112 - gRPC reads it in lower case
     port = host_and_port(jobs[task.job][task.index])[1]
     server = tf.distribute.Server(
         tf.train.ClusterSpec(jobs),
