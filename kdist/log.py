@@ -113,7 +113,7 @@ class Console:
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 - as long as the process
+        self._stream = open(os.devnull, "w", encoding="utf-8") if stream is None else stream  # noqa: SIM115 - as long as the process
 
     @classmethod
     def of(cls, stream: Any) -> Console:

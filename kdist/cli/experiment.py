@@ -158,7 +158,7 @@ def run_job(
         except KdistError:
             raise
         except Exception as error:
-            with log_file.open("a") as file:
+            with log_file.open("a", encoding="utf-8") as file:
                 file.write(traceback_of(error))
             setattr(error, LOG_FILE, log_file)
             raise

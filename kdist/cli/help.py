@@ -88,7 +88,9 @@ def unknown_key(key: str, beside: Iterable[str] = ()) -> ConfigError:
 def _default_hooks() -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
-    hooks: Any = OmegaConf.to_container(OmegaConf.create((_CONF / "hooks" / "default.yaml").read_text()))
+    hooks: Any = OmegaConf.to_container(
+        OmegaConf.create((_CONF / "hooks" / "default.yaml").read_text(encoding="utf-8"))
+    )
     return hooks
 
 

@@ -120,5 +120,5 @@ def _backend() -> tuple[str, str]:
     file = Path(os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")) / "keras.json"
     # What Keras cannot read it ignores, or reports itself.
     with suppress(OSError, ValueError, AttributeError):
-        return f"{file}: backend", json.loads(file.read_text()).get("backend", _TENSORFLOW)
+        return f"{file}: backend", json.loads(file.read_text(encoding="utf-8")).get("backend", _TENSORFLOW)
     return _VARIABLE, _TENSORFLOW

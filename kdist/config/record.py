@@ -35,7 +35,7 @@ def read_record(path: Path) -> DictConfig:
     """
     if path.stat().st_size > _MAX_BYTES:
         raise ConfigError(f"{path.name} has more than {_MAX_BYTES} bytes")
-    text, depth = path.read_text(), 0
+    text, depth = path.read_text(encoding="utf-8"), 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(f"{path.name} has an alias (*{event.anchor}), which no run writes")

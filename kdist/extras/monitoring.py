@@ -154,7 +154,7 @@ def _number(value: float) -> str:
 def _resident_bytes(pid: int) -> int | None:
     """The resident memory of a process; None if it has ended, or this system has no /proc."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     except (OSError, IndexError, ValueError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")

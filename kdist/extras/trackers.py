@@ -128,7 +128,7 @@ class Tracker(Hook, abc.ABC):
 
     def _start_here(self, result: Result) -> None:
         file = self._run_dir / f"{self._extra}.json"
-        earlier = json.loads(file.read_text()) if file.exists() else {}
+        earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         write_whole(file, json.dumps(dict(self._start(earlier, result))))
 
     def _work(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -247,7 +247,7 @@ class MlflowTracker(Tracker):
             mine = self._client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
             self._client.set_terminated(mine)
             unfinished = folder / f".mlflow-parent-{os.getpid()}"
-            unfinished.write_text(mine)
+            unfinished.write_text(mine, encoding="utf-8")
             try:
                 # Complete at once, and only for one of several trials that start at the same time.
                 os.link(unfinished, file)
@@ -255,7 +255,7 @@ class MlflowTracker(Tracker):
                 self._client.delete_run(mine)
             finally:
                 unfinished.unlink()
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
 
 
 def _params(result: Result) -> Iterator[tuple[str, str]]:

@@ -147,7 +147,7 @@ class _Signals:
 def _is_caught(number: int) -> bool:
     """True if this process catches a signal in C, as faulthandler does, unknown to Python; see proc(5)."""
     try:
-        with open("/proc/self/status") as lines:
+        with open("/proc/self/status", encoding="utf-8") as lines:
             caught = next(line for line in lines if line.startswith("SigCgt:"))
     except (OSError, StopIteration):
         return False

@@ -197,7 +197,7 @@ class BestCheckpoint(MonitoringHook):
         # After a failure of the cluster, the files are those of this run, even if training starts over.
         if not self._has_begun and record.exists():
             if session.global_step:
-                self.best = self.value(json.loads(record.read_text())["validation"])
+                self.best = self.value(json.loads(record.read_text(encoding="utf-8"))["validation"])
             else:
                 # It belongs to another run in this folder.
                 self._kept(session).set_aside()

@@ -86,4 +86,4 @@ def _name_layers_as_keras_does(config: Path) -> None:
             node |= {"module": "keras.layers", "registered_name": None, "config": config}
         return node
 
-    config.write_text(json.dumps(renamed(json.loads(config.read_text()))))
+    config.write_text(json.dumps(renamed(json.loads(config.read_text(encoding="utf-8")))), encoding="utf-8")

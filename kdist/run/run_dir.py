@@ -126,7 +126,7 @@ class RunDir:
         if plan is not None:
             try:
                 make_private(self.path)
-                table.write_text(plan.table())
+                table.write_text(plan.table(), encoding="utf-8")
                 plan.draw(picture)
                 return
             except OSError as error:
@@ -142,7 +142,7 @@ class RunDir:
         for tag, path in (("config", config), ("placement", table)):
             if path.exists():
                 # Markdown leaves indented text as it is.
-                lines = [f"    {line}" for line in path.read_text().splitlines()]
+                lines = [f"    {line}" for line in path.read_text(encoding="utf-8").splitlines()]
                 summaries.text("train", tag, "\n".join(lines), step)
         if picture.exists():
             summaries.picture("train", "placement/picture", picture, step)

@@ -54,4 +54,4 @@ def written_whole(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that is complete or absent; see `written_whole`."""
     with written_whole(path) as unfinished:
-        unfinished.write_text(text)
+        unfinished.write_text(text, encoding="utf-8")

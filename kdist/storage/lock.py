@@ -236,7 +236,7 @@ def _start_of(pid: int) -> int | None:
     """The start of a process, in clock ticks since boot; -1 if it has exited; None if the system does not tell."""
     with suppress(OSError):
         # The fields after the name, see proc(5).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         # A zombie has exited; its parent has not waited for it yet.
         return -1 if fields[0] in "ZX" else int(fields[19])
     return None
@@ -250,7 +250,7 @@ def _slurm_job() -> tuple[str | None, int]:
 
 def _boot_id() -> str | None:
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return None
 
 

@@ -1,7 +1,8 @@
-"""Two rules of the code that no linter knows; `make lint` runs this as a script.
+"""Three rules of the code that no linter knows; `make lint` runs this as a script.
 
 1. A private name of TensorFlow, Keras, Hydra or another room appears in `kdist/_compat` only.
 2. The default of a config key stands once, in `kdist/config/schema.py`. Elsewhere a default is `RunConfig.grace_secs`.
+3. Text that is read or written is UTF-8, whatever the locale says: every text file is opened with an encoding.
 """
 
 from __future__ import annotations
@@ -56,6 +57,21 @@ def second_defaults(tree: ast.Module, keys: set[str]) -> Iterator[tuple[int, str
                     yield item.lineno, ast.unparse(item)
 
 
+def files_in_the_locale(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each call that opens a text file and names no encoding."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        modes = [*node.args[:2], *(k.value for k in node.keywords if k.arg == "mode")]
+        is_text = not any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
+        # Of a path: `os.open` and others have their own meaning.
+        says_text = any(isinstance(mode, ast.Constant) and mode.value in ("r", "w", "a", "x") for mode in modes)
+        opens = ast.unparse(node.func) == "open" or (name == "open" and (says_text or not node.args))
+        if name in ("read_text", "write_text") or (opens and is_text):
+            yield node.lineno, ast.unparse(node)
+
+
 def config_keys() -> set[str]:
     """The last parts of all config keys that have a default."""
     from kdist.config.schema import Config
@@ -69,6 +85,7 @@ def violations(root: Path = ROOT) -> list[str]:
     for path in sorted((root / "kdist").rglob("*.py")):
         tree, where = ast.parse(path.read_text()), path.relative_to(root)
         room = where.parts[1]
+        found += [f"{where}:{line}: no encoding: {text}" for line, text in files_in_the_locale(tree)]
         if room != "_compat":
             found += [f"{where}:{line}: private name {text}: use kdist._compat" for line, text in private_names(tree)]
         # Hooks have arguments of their own, with defaults of their own in conf/hooks.
@@ -113,5 +130,5 @@ def _keys_of(schema: type) -> Iterator[str]:
 
 if __name__ == "__main__":
     found = violations()
-    print("\n".join(found) or "rules: private names in _compat only, one default for each key")
+    print("\n".join(found) or "rules: private names in _compat only, one default for each key, text in UTF-8")
     sys.exit(bool(found))

@@ -55,6 +55,22 @@ def test_a_second_default_of_a_config_key_is_found(code: str, is_found: bool) ->
     assert bool(list(rules.second_defaults(ast.parse(code), rules.config_keys()))) is is_found
 
 
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("path.read_text()", True),
+        ("open(path)", True),
+        ("path.open('w')", True),
+        ("path.open()", True),
+        ("path.read_text(encoding='utf-8')", False),
+        ("open(path, 'rb')", False),
+        ("os.open(path, os.O_RDWR)", False),
+    ],
+)
+def test_a_text_file_in_the_encoding_of_the_locale_is_found(code: str, is_found: bool) -> None:
+    assert bool(list(rules.files_in_the_locale(ast.parse(code)))) is is_found
+
+
 def test_the_code_keeps_the_rules() -> None:
     assert rules.violations() == []
 

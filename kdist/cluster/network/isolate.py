@@ -133,9 +133,9 @@ def _unshare() -> None:
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             raise OSError(f"unshare(2): {os.strerror(ctypes.get_errno())}")
         # Without this, Linux does not allow to write a map of groups.
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="utf-8")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="utf-8")
     _bring_loopback_up()
 
 

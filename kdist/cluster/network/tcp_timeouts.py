@@ -159,7 +159,7 @@ def _pending_connections() -> dict[int, tuple[str, int]]:
     """The targets of connections that are being established, by the inodes of their sockets; see proc(5)."""
     found = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with suppress(OSError), open(table) as lines:
+        with suppress(OSError), open(table, encoding="utf-8") as lines:
             next(lines)
             for line in lines:
                 fields = line.split()

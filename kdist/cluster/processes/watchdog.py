@@ -68,7 +68,7 @@ def _end_with_parent() -> None:
 def _state(pid: int) -> str | None:
     """The state of a process, `T` if it is stopped; None if it has exited."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             state = file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
