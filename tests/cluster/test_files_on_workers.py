@@ -62,6 +62,7 @@ def test_synchronous_replicas_have_equal_shares(folder: Path, run_dir: Path, clu
     assert result_of(run_dir)["global_step"] == 2 * -(-TOTAL // (10 * replicas))
 
 
+@pytest.mark.long
 def test_workers_evaluate_files(folder: Path, run_dir: Path) -> None:
     data = files(folder, ".csv")
     trainer = kdist.Trainer(counted.counting_model, "1ps2w", run_dir=run_dir)

@@ -20,7 +20,7 @@ from helpers import toy_data
 
 import kdist
 from kdist import log
-from kdist.console import lines
+from kdist.console import lines, live
 from kdist.errors import ConfigError, TaskError, traceback_of
 from kdist.log import warn
 from kdist.run.result import describe
@@ -236,3 +236,32 @@ def test_what_stands_out_does_so_on_a_terminal_only(variable: str | None, monkey
     assert file.getvalue() == plain
     colored = plain.replace("save  |", "\x1b[32msave  \x1b[0m|")
     assert terminal.getvalue() == (plain if variable else colored)
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    def isatty(self) -> bool:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_console_that_cannot_be_written_ends_nothing() -> None:
+    log.say("a line", stream=Gone())
+    closed = io.StringIO()
+    closed.close()
+    log.say("a line", stream=closed)
+
+
+def test_without_standard_streams_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    log.say("a line")
+    assert not live.is_terminal()
+
+
+def test_a_character_that_the_console_lacks_is_replaced() -> None:
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    log.say("gr\u00f6\u00dfe 0.1", stream=console)
+    assert console.buffer.getvalue() == b"gr??e 0.1\n"  # type: ignore[attr-defined]

@@ -111,3 +111,11 @@ def test_tasks_that_others_start_cannot_be_isolated() -> None:
     config = ClusterConfig("hosts", job="ps", ps=["10.0.0.1:1"], worker=["10.0.0.2:1"], isolate="must")
     with pytest.raises(ConfigError, match=r"cluster\.isolate=must: is for tasks that kdist starts"):
         membership_of(config, {})
+
+
+def test_grpc_reaches_the_tasks_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv("no_proxy", "example.com")
+    addresses = ["127.0.0.1:2222", "[fd00::1]:2222", "host2:2223", "host2:2224"]
+    hosts = "example.com,localhost,127.0.0.1,fd00::1,host2"
+    assert host_names.without_proxy(addresses) == {"no_grpc_proxy": hosts}
