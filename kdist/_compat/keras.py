@@ -10,6 +10,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import h5py
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
@@ -540,3 +541,15 @@ class PureUpdates:
     _apply_weight_decay = BaseOptimizer._apply_weight_decay
     _backend_update_step = BaseOptimizer._backend_update_step
     _overwrite_model_variables_with_average_value = BaseOptimizer._overwrite_model_variables_with_average_value
+
+
+@contextmanager
+def hdf5_without_locks() -> Iterator[None]:
+    """Lets Keras write HDF5 files where the file system has no locks; HDF5 would refuse to, and Keras hides why."""
+
+    class Unlocked(h5py.File):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, locking=False)
+
+    with replaced(h5py, File=Unlocked):
+        yield

@@ -8,11 +8,11 @@ import re
 import shutil
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kdist.storage.files import written_whole
+from kdist.storage.files import has_locks, written_whole
 from kdist.storage.tensorflow_paths import literal_path
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ def write_model_file(model: keras.Model, path: Path) -> None:
     # Not above: the command line imports this room, and needs no Keras for `--help`.
     from keras.saving import save_model
 
+    from kdist._compat.keras import hdf5_without_locks
+
     folder = path.with_name(f".unfinished-{path.stem}")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         try:
-            with lambdas_need_source():
+            with lambdas_need_source(), nullcontext() if has_locks(path.parent) else hdf5_without_locks():
                 save_model(model, literal_path(folder), zipped=False)
         except RuntimeError as error:
             # What HDF5 raises if it cannot write what is left when it closes a file.

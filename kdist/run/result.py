@@ -57,7 +57,7 @@ def now() -> str:
 
 def git_state() -> dict[str, Any] | None:
     """The commit of the working directory, and whether files that belong to it have changed since."""
-    if (commit := _git("rev-parse", "HEAD")) is None:
+    if not (commit := _git("rev-parse", "HEAD")):
         return None
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}

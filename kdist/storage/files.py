@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +33,16 @@ def make_new(path: Path) -> Path:
             break
         path = path.with_name(f"{name}_{number}")
     return path
+
+
+def has_locks(folder: Path) -> bool:
+    """True if files in a folder can be locked: on some network file systems, as NFS without its daemon, they cannot."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def relative(path: Path) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +172,9 @@ class TrialRunner:
         name = os.path.relpath(hydra.runtime.output_dir, hydra.sweep.dir)
         if not any((run_dir := Path(hydra.runtime.output_dir)).iterdir()):
             # Hydra has just created it, for everyone.
-            run_dir.chmod(OWNER_ONLY)
+            # A share of another system may know no permissions.
+            with suppress(PermissionError):
+                run_dir.chmod(OWNER_ONLY)
         trial = begin_trial(self._sweep, name, overrides, hydra.job.num)
         if trial.status == "done":
             log.say("already done; skipped")
