@@ -70,11 +70,9 @@ class Line(str):
                 if len(text) <= width:
                     break
                 text = text.replace(f" | {re.sub(' {2,}', ' ', column)}", "", 1)
-        return (
-            text
-            if len(text) <= width
-            else textwrap.fill(text, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
-        )
+        wrapped = textwrap.TextWrapper(width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+        # Those of a traceback stay lines.
+        return "\n".join(line if len(line) <= width else wrapped.fill(line) for line in text.split("\n"))
 
     def to_json(self, **more: Any) -> str:
         """The line as a JSON object, in one line; `more` comes first."""

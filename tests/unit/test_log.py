@@ -265,3 +265,11 @@ def test_a_character_that_the_console_lacks_is_replaced() -> None:
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     log.say("gr\u00f6\u00dfe 0.1", stream=console)
     assert console.buffer.getvalue() == b"gr??e 0.1\n"  # type: ignore[attr-defined]
+
+
+def test_the_lines_of_a_traceback_stay_lines_on_a_narrow_terminal() -> None:
+    code = '  File "a.py", line 1, in f\n    g(x)\n    ^^^^'
+    message = "kdist: error: chief: NameError: name 'x' is not defined, and this is a long reason"
+    first, second, *others = log.Line(f"{message}\n{code}").within(70).split("\n")
+    assert f"{first} {second.strip()}" == message
+    assert "\n".join(others) == code
