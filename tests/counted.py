@@ -116,6 +116,15 @@ def write_file(path: Path, numbers: Sequence[int]) -> None:
     unfinished.rename(path)
 
 
+def write_files(folder: Path, suffix: str, sizes: Sequence[int]) -> int:
+    """Writes files of so many records, numbered through all of them; returns how many these are."""
+    first = 0
+    for i, size in enumerate(sizes):
+        write_file(folder / f"{i}{suffix}", range(first, first + size))
+        first += size
+    return first
+
+
 def arriving_data(folder: str) -> dict[str, Any]:
     """Parquet files of the columns that `write_file` writes; for configs."""
     import kdist

@@ -34,7 +34,7 @@ from kdist.config.record import record_of
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.console import lines
-from kdist.errors import ClusterError, ConfigError, KdistError, traceback_of
+from kdist.errors import ClusterError, ConfigError, KdistError, TaskError, traceback_of
 from kdist.fit import signals
 from kdist.log import warn
 from kdist.storage.files import relative
@@ -155,9 +155,9 @@ def run_job(
                 again = shell_argument("run.dir", str(files))
                 way_on = f"the same command with {again} resumes from {newest.parent.name}/{newest.name}"
             raise ClusterError(f"{error}\n  {way_on}    logs: {run_dir / 'logs'}") from error
-        except KdistError:
-            raise
         except Exception as error:
+            if isinstance(error, KdistError) and not isinstance(error, TaskError):
+                raise
             with log_file.open("a", encoding="utf-8") as file:
                 file.write(traceback_of(error))
             setattr(error, LOG_FILE, log_file)

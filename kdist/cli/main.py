@@ -117,16 +117,17 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 
 def print_error(error: BaseException) -> None:
     """Prints one message, and the lines of the user's own code that led to it, or else the one that has failed."""
+    log_file = getattr(error, LOG_FILE, None)
+    where = "" if log_file is None else f"\n  full traceback: {log_file}"
     if isinstance(error, KdistError):
-        _say(f"kdist: error: {error}")
+        _say(f"kdist: error: {error}{where}")
         return
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
     ours = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", "<frozen", f"{os.sep}lib{os.sep}python")
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in ours)]
     parts = [f"kdist: error: chief: {message}\n", *traceback.format_list(own or frames[-1:])]
-    log_file = getattr(error, LOG_FILE, None)
-    _say("".join(parts).rstrip("\n") + ("" if log_file is None else f"\n  full traceback: {log_file}"))
+    _say("".join(parts).rstrip("\n") + where)
 
 
 def _say(message: str) -> None:

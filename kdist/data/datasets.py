@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -104,11 +103,6 @@ class PassQueue(Splits, Passes):
         with self._changed:
             if split := self._reading.pop(worker, None):
                 self._num_finished += split.num_read
-
-    def wait(self) -> str | None:
-        # For the other workers, which read the last parts.
-        time.sleep(0)
-        return None
 
     def pass_has_ended(self) -> bool:
         with self._changed:

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import re
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -507,11 +506,6 @@ class RangeQueue(Splits):
                 return None
             _, begin, end = self.range_of(split)
             return max(0, -(-(end - begin - split.num_read) // self._batch_size))
-
-    def wait(self) -> str | None:
-        # For the other workers, which read the last ranges.
-        time.sleep(0)
-        return None
 
     def state(self) -> str:
         with self._changed:

@@ -113,7 +113,8 @@ class LocalFit(Hook):
             print_line(
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
-            if newest is not None:
+            # A sweep says how to finish it.
+            if newest is not None and not {"-m", "--multirun"} & set(sys.argv):
                 print_line(lines.how_to_resume(str(fit.files), None if fit.began is None else sys.argv[1:]))
             signals.raise_received()
         self._print_end(session, time.monotonic() - (started if fit.began is None else fit.began))

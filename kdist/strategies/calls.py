@@ -18,7 +18,7 @@ from kdist._compat.tensorflow import function_for_tasks
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_over, next_of
 from kdist.data.split_data import why_unreadable, with_place
-from kdist.data.splits import Splits
+from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.metrics import MetricReader, MetricRows
@@ -462,6 +462,28 @@ class WorkerIterators:
                     # These were its last batches.
                     self.forget(worker)
                 return result
+
+    def read_steps(
+        self, worker: int, splits: Splits | None, calls: Mapping[int, Callable[[Any], np.ndarray]]
+    ) -> np.ndarray:
+        """The rows of as many steps as the largest of `calls` has, which are by their numbers of steps.
+
+        If the split of the worker ends before, smaller calls take the rest of it, and the next split. There are fewer
+        rows if no other split follows, or the worker is lost in between: the next call is told.
+        """
+        rows: list[np.ndarray] = []
+        while (left := max(calls) - sum(map(len, rows))) > 0:
+            try:
+                if splits is not None and max(calls) > 1:
+                    splits.assign(worker)
+                    left = min(left, splits.batches_left(worker) or 1)
+                num_steps = max(n for n in calls if n <= left)
+                rows.append(self.read(worker, splits, calls[num_steps], num_steps))
+            except (NothingToRead, tf.errors.OpError) as error:
+                if not rows or (isinstance(error, tf.errors.OpError) and not may_be_lost(error)):
+                    raise
+                break
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def of_all(self, workers: Sequence[int], coordinator: Coordinator) -> list[Any]:
         """The iterators of several idle workers, each of which makes its own meanwhile.

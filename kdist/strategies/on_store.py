@@ -236,8 +236,8 @@ class StoreValues(Values):
 
     def begin_save(self, prefix: Path, since: DeltaBase | None = None, *, aside: bool = True) -> Future[None]:
         def begin() -> Callable[[], None]:
-            beside = self._spec.beside_values(self._store.counters.global_step())
-            return self._store.files.begin_save(prefix, beside, since, copies=aside)
+            step = self._store.counters.global_step()
+            return self._store.files.begin_save(prefix, self._spec.beside_values(step), since, copies=aside)
 
         def write() -> None:
             begin()()
@@ -592,8 +592,7 @@ class ServersStrategy(StoreStrategy):
         if isinstance(error, OUT_OF_REACH) and self._cluster is not None and self._supervisor is not None:
             if lost := self._supervisor.lost_soon():
                 return ClusterError(describe_lost(lost))
-            spec = self._cluster.spec
-            if who := [str(task) for task in self._shape.tasks if spec.address(task) in error.message]:
+            if who := [str(t) for t in self._shape.tasks if self._cluster.spec.address(t) in error.message]:
                 return ClusterError(f"{', '.join(who)} is out of reach: {error.message.splitlines()[0]}")
         if isinstance(error, tf.errors.OutOfRangeError):
             return TaskError("a worker", no_batch())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -142,27 +142,12 @@ class ParameterServer(ServersStrategy):
         return super().at_rest(function, kind, traces=traces, of_files=of_files)
 
     def _call_of(self, size: int) -> Callable[[int], np.ndarray]:
-        function = self._traced(self._calls, size)
-        if self._splits is None or size == 1:
-            return partial(self._read, {size: function})
-        smaller = {n: self._calls.function(n) for n in range(1, size) if n == 1 or self._calls.traced(n)}
-        return partial(self._read, {**smaller, size: function})
-
-    def _read(self, functions: Mapping[int, _Function], worker: int) -> np.ndarray:
-        """Runs a call of the largest size; by smaller ones if the split of the worker ends before."""
-        size, splits, rows = max(functions), self._splits, list[np.ndarray]()
-        while left := size - sum(map(len, rows)):
-            if splits is not None and size > 1:
-                try:
-                    splits.assign(worker)
-                except NothingToRead:
-                    if not rows:
-                        raise
-                    break
-                left = min(left, splits.batches_left(worker) or 1)
-            num_steps = max(n for n in functions if n <= left)
-            rows.append(self._iterators.read(worker, splits, partial(_fetched, functions[num_steps]), num_steps))
-        return np.concatenate(rows) if len(rows) > 1 else rows[0]
+        """The call of so many steps; of the present splits, one that may end before has calls of other sizes, too."""
+        several = self._traced(self._calls, size)
+        smaller = range(1, size) if self._splits is not None else ()
+        sizes = {n: self._calls.function(n) for n in smaller if n == 1 or self._calls.traced(n)}
+        calls = {n: partial(_fetched, function) for n, function in (sizes | {size: several}).items()}
+        return lambda worker: self._iterators.read_steps(worker, self._splits, calls)
 
     def _begins_at(self, worker: int) -> int:
         if self._splits is not None:

@@ -25,10 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def files(folder: Path, suffix: str) -> Any:
-    first = 0
-    for i, size in enumerate(SIZES):
-        counted.write_file(folder / f"{i}{suffix}", range(first, first + size))
-        first += size
+    counted.write_files(folder, suffix, SIZES)
     parse = counted.parse_record if "tfrecord" in suffix else counted.parse
     return kdist.files(folder / f"*{suffix}", parse, shuffle_records=100)
 

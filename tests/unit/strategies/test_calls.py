@@ -1,8 +1,17 @@
-"""How many steps a call unrolls."""
+"""How many steps a call unrolls, and the calls that read the splits of a worker."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from kdist.strategies.calls import CallSizer
+from kdist.data.files import RangeQueue
+from kdist.data.splits import NothingToRead
+from kdist.strategies.calls import CallSizer, WorkerIterators
 
 
 def trained(sizer: CallSizer, secs: float, rate: float) -> None:
@@ -102,3 +111,59 @@ def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_f
         sizer.observe(0, 2.999, warming_up=False)
         sizer.observe(10, 0.001, warming_up=False)
     assert sizer.steps_per_call == 1
+
+
+def read_range(queue: RangeQueue, worker: int) -> Iterator[int]:
+    _, begin, end = queue.range_of(queue.assign(worker))
+    return iter(range(begin, end))
+
+
+def take(num_steps: int, numbers: Iterator[int]) -> np.ndarray:
+    return np.array([[next(numbers)] for _ in range(num_steps)])
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> RangeQueue:
+    queue = RangeQueue(40, num_workers=1, batch_size=1)
+    monkeypatch.setattr(queue, "_ranges", lambda: ["epoch 0, records 0 to 7", "epoch 0, records 7 to 9"])
+    assert queue.look()
+    return queue
+
+
+@pytest.fixture
+def iterators(queue: RangeQueue, monkeypatch: pytest.MonkeyPatch) -> WorkerIterators:
+    monkeypatch.setattr("kdist.strategies.calls.iterator_over", lambda made: made)
+    return WorkerIterators(partial(read_range, queue))
+
+
+CALLS = {1: partial(take, 1), 4: partial(take, 4)}
+
+
+def test_smaller_calls_read_the_end_of_a_split_and_the_next_one(queue: RangeQueue, iterators: WorkerIterators) -> None:
+    read = [iterators.read_steps(0, queue, CALLS).ravel().tolist() for _ in range(3)]
+    # The last one has fewer: no split follows.
+    assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    with pytest.raises(NothingToRead):
+        iterators.read_steps(0, queue, CALLS)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_steps_before_a_worker_was_lost_are_counted(
+    queue: RangeQueue, iterators: WorkerIterators, is_lost: bool
+) -> None:
+    error = (tf.errors.UnavailableError if is_lost else tf.errors.InvalidArgumentError)(None, None, "why")
+
+    def take_one(numbers: Iterator[int]) -> np.ndarray:
+        if (row := take(1, numbers))[0, 0] == 6:
+            raise error
+        return row
+
+    calls = {**CALLS, 1: take_one}
+    iterators.read_steps(0, queue, calls)
+    if is_lost:
+        assert iterators.read_steps(0, queue, calls).ravel().tolist() == [4, 5]
+        # Another worker continues there.
+        assert queue.assign(0).num_read == 6
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            iterators.read_steps(0, queue, calls)
