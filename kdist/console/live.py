@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import IO, Any, NoReturn, cast
 
 from rich.console import Console
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -53,15 +54,14 @@ class TerminalLine:
     def show(self, step: int, last_step: int | None, columns: Sequence[str]) -> None:
         """Shows the columns and a progress bar, which only pulses if the last step is not known."""
         text = Text(" | ".join(columns), no_wrap=True, overflow="ellipsis")
+        shown: Text | Table = text
         if self._terminal.width < _WIDE:
-            text = Text(re.sub(" {2,}", " ", text.plain))
-            # A terminal shows Ctrl-C behind it; in a line of its own, the line would not be erased.
-            text.truncate(self._terminal.width - len("^C^C"), overflow="ellipsis")
-            self._live.update(text)
-            return
-        line = Table.grid(padding=(0, 1))
-        line.add_row(ProgressBar(last_step or 1, step, width=_BAR_WIDTH, pulse=last_step is None), text)
-        self._live.update(line)
+            text.plain = re.sub(" {2,}", " ", text.plain)
+        else:
+            shown = Table.grid(padding=(0, 1))
+            shown.add_row(ProgressBar(last_step or 1, step, width=_BAR_WIDTH, pulse=last_step is None), text)
+        # A terminal shows Ctrl-C behind it; in a line of its own, the line would not be erased.
+        self._live.update(Constrain(shown, self._terminal.width - len("^C^C")))
 
     def close(self) -> None:
         """Removes the line."""

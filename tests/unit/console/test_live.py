@@ -1,6 +1,7 @@
 """The live line: on a terminal or in a notebook, and nowhere else."""
 
 import io
+import re
 import sys
 from collections.abc import Callable
 
@@ -46,6 +47,19 @@ def test_a_narrow_terminal_shows_the_columns_that_fit() -> None:
     shown = " ".join(written_to(narrow).split())
     assert "step 100/2000 | loss 0.4213" in shown
     assert "ETA" not in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_ctrl_c_behind_the_line_stays_in_it(width: int) -> None:
+    """In a line of its own, rich would erase the wrong one."""
+    console = terminal(width)
+    line = TerminalLine(console)
+    line.show(100, 2000, [f"column {i} of a long line" for i in range(20)])
+    line.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", written_to(console))
+    widths = [len(text.rstrip()) for text in shown.splitlines() if text.strip()]
+    assert widths
+    assert max(widths) == width - len("^C^C")
 
 
 def test_a_file_gets_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
