@@ -52,7 +52,7 @@ def test_mnist_towers_writes_and_reads_tfrecords(tmp_path: Path) -> None:
 def test_recommender_looks_rows_up(tmp_path: Path) -> None:
     small = ["model.num_users=3000", "model.num_items=1000", "data.num_ratings=60000", "data.num_validation=5000"]
     lines = run("recommender", tmp_path, *small, "train.steps=300", "train.batch_size=512").splitlines()
-    assert lines[0] == "data      3000 users x 1000 items, 60000 + 5000 ratings, noise 0.70 (the floor of the RMSE)"
+    assert lines[2] == "data      3000 users x 1000 items, 60000 + 5000 ratings, noise 0.70 (the floor of the RMSE)"
     assert "users/embeddings: looked up by rows" in (tmp_path / "D" / "placement.txt").read_text()
     # Better than the mean rating, whose error is 1.47 times the noise.
     assert result_of(tmp_path / "D")["metrics"]["validation"]["rmse"] < 1.35 * 0.7
@@ -82,13 +82,16 @@ def test_criteo_reads_tsv_files_and_names_a_wrong_line(tmp_path: Path) -> None:
         write_sample(folder / f"{number}.tsv.gz", 2001, seed=number)
     files = [*SMALL_CRITEO, "data.path=files", "train.steps=60"]
     lines = run("criteo", tmp_path, *files, "data.num_validation=150").splitlines()
-    assert lines[0] == "data      2 files in files, 150 rows of every 20th line to validate with"
+    assert lines[2] == "data      2 files in files, 150 rows of every 20th line to validate with"
     wrong = folder / "0.tsv.gz"
     with gzip.open(wrong, "ab") as file:
         file.write(b"1\t2\t3\n")
     done = kdist(*command_of("criteo"), "run.dir=E", *files, cwd=tmp_path, timeout=150)
     assert done.returncode == 1
     assert re.search(rf"worker:[01]: InvalidArgumentError: {wrong}, line 2002: 3 columns: must be 40", done.stderr)
+    log = re.search(r"^  full traceback: (\S+)$", done.stderr, re.MULTILINE)
+    assert log is not None
+    assert "Traceback (most recent call last)" in (tmp_path / log[1]).read_text(encoding="utf-8")
 
 
 @pytest.mark.long
