@@ -35,6 +35,7 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.evaluation.trained_run import TrainedRun
+    from kdist.run.checkpoint import Checkpoints
     from kdist.run.run_dir import RunDir
 
 _EPILOG = """\
@@ -74,7 +75,9 @@ def parser_for(command: str, description: str) -> ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run dir of a run")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="changes to its config")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this global step; else the newest")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this global step; else the newest")
+    which.add_argument("--best", action="store_true", help="that of the best validation, which BestCheckpoint keeps")
     return parser
 
 
@@ -110,14 +113,14 @@ def load_trained_run(
 
         try:
             with RunDir(given.run_dir, "").open_for(f"reader:{os.getpid()}") as run:
-                config = config_of(run, given.overrides)
+                config, checkpoints = _open(run, given)
                 if needs_data and config.data is None:
                     raise ConfigError(
                         f"{given.run_dir}: was trained from Python, so that nothing says what its data is; give "
                         "data=..., or data._target_=package.function"
                     )
                 check_targets(config if needs_data else replace(config, data=None))
-                found = TrainedRun(config, run, given.step, logs, partial(data or _training_data, config))
+                found = TrainedRun(config, run, checkpoints, given.step, logs, partial(data or _training_data, config))
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
                     sockets.bind_to(config.cluster.bind, all_here=True)
@@ -152,29 +155,35 @@ def _training_data(config: Config, preprocess: Callable[..., Any] | None) -> Any
     return training_data(**data, batch_size=config.train.batch_size, seed=0, preprocess=preprocess)
 
 
-def config_of(run: RunDir, overrides: Sequence[str]) -> Config:
-    """The config of a run, changed by `overrides` as on the command line of a new one; everything else has its default.
+def _open(run: RunDir, given: Namespace) -> tuple[Config, Checkpoints]:
+    """The config of a run, changed as on the command line of a new one, and the folder with the checkpoint that counts.
 
-    Without a record of the model, as in a run from Python, or without a checkpoint, the model is `model.keras`. Without
-    a record of the data, `data` is None.
+    What is neither recorded nor given has its default. Without a record of the model, as in a run from Python, or
+    without a checkpoint, the model is `model.keras`. Without a record of the data, `data` is None.
 
     Raises:
-        ConfigError: it is not the run dir of a run, or its record cannot be used by this version.
+        ConfigError: it is not the run dir of a run, its record cannot be used by this version, or there is no such
+            checkpoint.
     """
     try:
-        return _compose(run, _read(run), as_hydra_reads(overrides))
+        recorded = _read(run)
+        checkpoints = run.find_checkpoints(given.step, best=given.best)
+        if checkpoints.folder != run.checkpoints().folder:
+            step = checkpoints.steps()[-1] if given.step is None else given.step
+            log.say(f"reads step {step} of {checkpoints.place}")
+        return _compose(run, recorded, as_hydra_reads(given.overrides), bool(checkpoints.steps())), checkpoints
     except ConfigError as error:
         raise ConfigError(f"{run}: {error}") from None
 
 
-def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str]) -> Config:
+def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str], has_checkpoints: bool) -> Config:
     with explain_errors(ValueError):
         chosen = set(targets.keys_of(overrides))
     if "recipe" in chosen:
         raise ConfigError(
             "recipe: cannot be changed for a finished run; override single keys, as data=mnist or data.path=test.npz"
         )
-    if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not run.checkpoints().steps()):
+    if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not has_checkpoints):
         _use_model_file(run, recorded)
     register()
     groups = [{group: "local" if group == "cluster" else None} for group in _GROUPS if group in {*chosen, "cluster"}]

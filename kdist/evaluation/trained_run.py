@@ -32,7 +32,7 @@ from kdist.model.state import (
     variables_of,
     write_to_model,
 )
-from kdist.run.checkpoint import differences
+from kdist.run.checkpoint import Checkpoints, differences
 from kdist.run.model_file import MODEL_FILE
 from kdist.storage.lock import RunLock
 from kdist.strategies import registry
@@ -48,8 +48,9 @@ class TrainedRun:
 
     Args:
         config: with the model, and the cluster that evaluates it; checked.
-        step: of the checkpoint; None for the newest undamaged one, or without any for the values of `model.keras`,
-            which is then the model of the config.
+        checkpoints: the folder with its checkpoint; without any, the values are those of `model.keras`, which is then
+            the model of the config.
+        step: of the checkpoint; None for the newest undamaged one.
         log_dir: folder for the logs of tasks.
         data: preprocessing of the model -> the data that it is built for; called if the model is not built, or workers
             pull values.
@@ -58,7 +59,7 @@ class TrainedRun:
         step: the global step of the values.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the cluster cannot be used.
+        ConfigError: the cluster cannot be used.
         KdistError: the run has not saved anything yet; later it may have.
     """
 
@@ -66,11 +67,13 @@ class TrainedRun:
         self,
         config: Config,
         run: RunDir,
+        checkpoints: Checkpoints,
         step: int | None,
         log_dir: Path,
         data: Callable[[Callable[..., Any] | None], TrainingData],
     ) -> None:
         self._config, self._run, self._log_dir, self._data = config, run, log_dir, data
+        self._checkpoints = checkpoints
         if membership_of(config.cluster, os.environ) is not None:
             raise ConfigError(
                 f"cluster={config.cluster.shape}: this command starts its tasks; give a shape, as cluster=2ps2w, "
@@ -116,7 +119,7 @@ class TrainedRun:
         if self._is_loaded:
             return model
         self._check_size(num_bytes(model))
-        if self._run.checkpoints().steps():
+        if self._checkpoints.steps():
             values = self._values()
             self._check_size(sum(v.nbytes for name, v in values.items() if name.startswith(("parameters/", "state/"))))
             self._check_fits(values)
@@ -150,12 +153,10 @@ class TrainedRun:
         return self._config.model["_target_"] == MODEL_FILE
 
     def _step(self, wanted: int | None) -> int:
-        steps = self._run.checkpoints().steps()
-        if wanted is not None and wanted not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-            raise ConfigError(f"--step={wanted}: no such checkpoint in {self._run.checkpoints().place}; {there}")
-        if steps:
-            return steps[-1] if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        if steps := self._checkpoints.steps():
+            return steps[-1]
         if not self._is_of_file:
             error = ConfigError(f"{self._run}: has no checkpoint with the values of the model")
             if RunLock(self._run.folder).living() is not None:
@@ -166,7 +167,7 @@ class TrainedRun:
 
     def _values(self) -> dict[str, np.ndarray]:
         """The values of the checkpoint of `step`, or of the one before if that is damaged and any will do."""
-        checkpoints = self._run.checkpoints()
+        checkpoints = self._checkpoints
         for step in reversed(checkpoints.steps()) if self._is_newest else [self.step]:
             values = checkpoints.read(step)
             if values is not None:
@@ -176,7 +177,7 @@ class TrainedRun:
         raise CheckpointError(f"{self._run}: no checkpoint can be read")
 
     def _check_fits(self, values: dict[str, np.ndarray]) -> None:
-        model, place = self.model, f"{self._run.checkpoints().place}, step {self.step}"
+        model, place = self.model, f"{self._checkpoints.place}, step {self.step}"
         shapes = {name: tuple(variable.shape) for name, variable in parameter_names(model).items()}
         if found := differences({name: values[name].shape for name in shapes if name in values}, shapes):
             raise ConfigError(
@@ -208,12 +209,10 @@ class TrainedRun:
     def _bring_back(self, strategy: Strategy) -> None:
         """Starts a strategy with the values on its servers."""
         strategy.start(self._spec(self.model))
-        path = self._run.checkpoints().restore(strategy.values, self.step)
+        path = self._checkpoints.restore(strategy.values, self.step)
         restored = -1 if path is None else int(path.name.rpartition("-")[2])
         if restored != self.step and not self._is_newest:
-            raise CheckpointError(
-                f"{self._run.checkpoints().place}: step {self.step} is damaged, or was deleted meanwhile"
-            )
+            raise CheckpointError(f"{self._checkpoints.place}: step {self.step} is damaged, or was deleted meanwhile")
         self.step = restored
         strategy.values.use_averages()
 

@@ -18,6 +18,7 @@ from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.progressive_validation import PREFIX, ProgressiveValidation
 from kdist.log import warn
+from kdist.run.checkpoint import BEST, EARLY_STOPPING
 from kdist.run.statistics import mode_of
 from kdist.storage.files import write_whole
 
@@ -127,7 +128,7 @@ class EarlyStopping(MonitoringHook):
         CheckpointError: from `after_validation`: values cannot be saved; from `end`: they cannot be restored.
     """
 
-    _folder = "early_stopping"
+    _folder = EARLY_STOPPING
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class BestCheckpoint(MonitoringHook):
         ConfigError: a value is out of range, or nothing validates; from `after_validation`: no such metric.
     """
 
-    _folder = "best"
+    _folder = BEST
 
     def __init__(self, metric: str = "loss", mode: str = "auto") -> None:
         super().__init__(metric, mode, 0.0)

@@ -16,7 +16,7 @@ from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.run.checkpoint import Checkpoints
+from kdist.run.checkpoint import BEST_FOLDERS, SET_ASIDE, Checkpoints
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.model_file import lambdas_need_source, write_model_file
 from kdist.run.result import Result, record_in
@@ -106,6 +106,33 @@ class RunDir:
 
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", self.folder)
+
+    def find_checkpoints(self, step: int | None = None, *, best: bool = False) -> Checkpoints:
+        """The checkpoints of the run, or of another folder of it: of a step that only that has, or the best ones.
+
+        Raises:
+            ConfigError: there is no such checkpoint, and which ones there are.
+        """
+        if best:
+            found = next((kept for name in BEST_FOLDERS if (kept := self.checkpoints().beside(name)).steps()), None)
+            what = "--best: no best checkpoint was kept, as BestCheckpoint does, and EarlyStopping with restore_best"
+        elif step is None or step in (own := self.checkpoints()).steps():
+            return self.checkpoints()
+        else:
+            found = next((kept for kept in self._all_checkpoints() if step in kept.steps()), None)
+            what = f"--step={step}: no such checkpoint in {own.place}"
+        if found is not None:
+            return found
+        there = [f"{', '.join(map(str, kept.steps()))} in {kept.folder.name}" for kept in self._all_checkpoints()]
+        raise ConfigError(f"{what}; there are {'; '.join(there) or 'none'}")
+
+    def _all_checkpoints(self) -> list[Checkpoints]:
+        """Each folder that has checkpoints: that of the run, the best ones, those set aside, the last first."""
+        own = self.checkpoints()
+        folders = {name.partition("/")[0] for name in self.folder.names() if "/" in name}
+        aside = sorted(filter(None, map(SET_ASIDE.fullmatch, folders)), key=lambda found: -int(found[2]))
+        names = (own.folder.name, *BEST_FOLDERS, *(found[0] for found in aside))
+        return [kept for name in names if (kept := own.beside(name)).steps()]
 
     def summaries(self) -> Summaries:
         return Summaries(self.path / "tb")

@@ -117,6 +117,32 @@ def test_evaluate_can_take_an_earlier_step_and_other_data(mine: Path, done: Call
     assert whole == pytest.approx(model.evaluate(x, y, 16, verbose=0, return_dict=True), rel=1e-5)
 
 
+def test_the_best_checkpoint_is_evaluated_predicted_and_exported(
+    folder: Path, done: Callable[..., str], tmp_path: Path
+) -> None:
+    keys = ["model._target_=served_code.build", "data._target_=served_code.data", "+data.seed=3"]
+    best = "+hooks.best={_target_: kdist.hooks.BestCheckpoint, mode: max}"
+    # The largest loss is that of the first validation.
+    run_dir = train("best", *keys, best, "train.validation_every_steps=10", "hooks.checkpoint.keep=1")
+    kept = json.loads((run_dir / "best" / "validation.json").read_text())
+    assert kept["global_step"] < 30
+    found = json.loads(done(evaluate, run_dir, "--best", "--json"))
+    assert found["step"] == kept["global_step"]
+    assert found["metrics"] == pytest.approx(kept["validation"], rel=1e-5)
+    # The step that `best/` alone has, by its number, and by workers.
+    step = kept["global_step"]
+    by_worker = json.loads(done(evaluate, run_dir, "--step", step, "cluster=1ps1w", "--json"))
+    assert by_worker["metrics"] == pytest.approx(found["metrics"], rel=1e-5)
+    done(predict, run_dir, "--best", "--input", "in.npz", "--output", tmp_path / "best.npz")
+    done(predict, run_dir, "--input", "in.npz", "--output", tmp_path / "last.npz")
+    outputs = [np.load(tmp_path / f"{name}.npz") for name in ("best", "last")]
+    assert any(not np.allclose(outputs[0][name], outputs[1][name]) for name in outputs[0])
+    assert f"step {step:>6} | keras" in done(export, run_dir, "--best", "--to", tmp_path / "x", "--format", "keras")
+    # Checkpoints that the run set aside are found, too.
+    (run_dir / "best").rename(run_dir / "checkpoints-before-1")
+    assert json.loads(done(evaluate, run_dir, "--step", step, "--json"))["metrics"] == pytest.approx(found["metrics"])
+
+
 def test_the_newest_undamaged_checkpoint_counts(mine: Path, done: Callable[..., str], tmp_path: Path) -> None:
     import shutil
 
@@ -306,6 +332,8 @@ WRONG: list[tuple[Any, list[str], list[str]]] = [
     (evaluate, ["python_only"], ["python_only: was trained from Python", "model._target_=package.function"]),
     (export, ["no_model", "--to", "x"], ["model.keras cannot be loaded", "model._target_=package.function"]),
     (evaluate, ["mine", "--step", "7"], ["--step=7", "mine/checkpoints", "there are 0, 10, 20, 30"]),
+    (evaluate, ["mine", "--best"], ["--best: no best checkpoint", "BestCheckpoint", "0, 10, 20, 30 in checkpoints"]),
+    (evaluate, ["mine", "--best", "--step", "7"], ["--step", "--best", "not allowed"]),
     (evaluate, ["mine", "--step", "x"], ["--step", "'x'"]),
     (evaluate, [], ["required: RUN_DIR; --help"]),
     (evaluate, ["mine", "--jsn"], ["--jsn", "--help"]),
