@@ -164,6 +164,16 @@ def forget_copies_for_tasks() -> None:
     _copies_for_tasks.clear()
 
 
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Keeps XLA's auto-clustering from the operations in this context, while a function is traced.
+
+    It takes some whose sizes are known only when they run, such as those of the rows for the ids of a batch, and fails.
+    """
+    with tf.xla.experimental.jit_scope(compile_ops=False):
+        yield
+
+
 def function_of_its_own(function: Callable[..., Any]) -> Any:
     """A `tf.function` that stays one where another function calls it, also on another task.
 

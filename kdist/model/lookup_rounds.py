@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
+from kdist._compat.tensorflow import not_compiled
 from kdist.model.embedding_lookup import RowLookups, TableGroup, sum_duplicates
 from kdist.model.phases import Phases
 
@@ -79,8 +80,8 @@ class LookupRounds:
         wanted = [[lookup.ids for lookup in of_round] for of_round in lookups.rounds]
         self._phases = Phases(graph, lookups.first_phases, [inputs, *lookups.rows], [*wanted, outputs])
         # Traced once, no matter how many steps a call unrolls: they have a few operations for each lookup.
-        self._join = tf.function(_join, autograph=False)
-        self._gradients = tf.function(self._gradients_of_tables, autograph=False)
+        self._join = tf.function(not_compiled()(_join), autograph=False)
+        self._gradients = tf.function(not_compiled()(self._gradients_of_tables), autograph=False)
 
     @staticmethod
     def of_function(
@@ -111,7 +112,8 @@ class LookupRounds:
         found = next(running)
         looked_up: list[tuple[dict[int, _Arrived], list[tf.Tensor]]] = []
         for of_round in self._rounds:
-            looked_up.append(self._arrive(of_round, found, source))
+            with not_compiled():
+                looked_up.append(self._arrive(of_round, found, source))
             found = running.send(looked_up[-1][1])
         return found, partial(self._gradients, looked_up=looked_up)
 
@@ -132,7 +134,7 @@ class LookupRounds:
             else:
                 # A row is of one table, so that those of each table are next to each other, as its lookups are.
                 of_row = tf.math.unsorted_segment_max(of_id, places, tf.size(numbers))
-                of_all = tf.math.bincount(of_row, minlength=len(self._groups[g].tables))
+                of_all = tf.math.unsorted_segment_sum(tf.ones_like(of_row), of_row, len(self._groups[g].tables))
                 counts = tf.gather(of_all, list(dict.fromkeys(tables)))
             rows_of[g] = RowRequest(numbers, of_row)
             arrived[g] = numbers, counts, places

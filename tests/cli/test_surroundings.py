@@ -1,4 +1,4 @@
-"""A run survives what surrounds it: no standard streams, a reader that ends, and the proxies of a company."""
+"""A run survives what surrounds it: no standard streams, a reader that ends, proxies, and flags of XLA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,26 @@ from helpers import result_of
 pytestmark = pytest.mark.cluster
 STEPS = 300
 RUN = ["-m", "kdist", "+recipe=linear", f"train.steps={STEPS}", "run.dir=run"]
+#: Trains a model with tables of both kinds, random numbers and a dataset that has constants to fold.
+TABLES = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import kdist
+
+ids, more = keras.Input((4,), dtype="int64"), keras.Input((2,), dtype="int64")
+rows = kdist.layers.DynamicEmbedding(3)(ids), keras.layers.Embedding(100, 3)(more), keras.layers.Embedding(100, 3)(more)
+x = keras.layers.Concatenate()([keras.layers.Flatten()(of_table) for of_table in rows])
+x = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "relu")(x))
+model = keras.Model([ids, more], keras.layers.Dense(1)(x))
+model.compile("adam", "mse", metrics=["mae"])
+random = np.random.default_rng(0)
+inputs = random.integers(0, 10**9, (256, 4)), random.integers(0, 100, (256, 2))
+dataset = tf.data.Dataset.from_tensor_slices((inputs, np.ones((256, 1), "float32"))).repeat().batch(16)
+noisy = dataset.map(lambda x, y: (x, y + tf.random.stateless_normal([16, 1], [1, 2]) / tf.sqrt(tf.constant(4.0))))
+trainer = kdist.Trainer(model, run_dir="run", **dict(text.split("=") for text in sys.argv[1:]))
+trainer.fit(noisy, steps=20, validation_data=(inputs, np.ones((256, 1), "float32")))
+assert trainer.predict(inputs, verbose=0).shape == (256, 1)
+"""
 
 
 def run(*arguments: str, cwd: Path, **options: object) -> int:
@@ -58,3 +78,24 @@ def test_a_proxy_that_knows_nothing_of_this_machine(variable: str, cluster: str,
     proxies = {**environment(), variable: "http://127.0.0.1:9"}
     assert run(f"cluster={cluster}", "cluster.start_timeout=40", cwd=tmp_path, env=proxies) == 0
     check_is_done(tmp_path)
+
+
+XLA = {"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"}
+
+
+@pytest.mark.parametrize("cluster", ["1ps1w", pytest.param("2w", marks=pytest.mark.long)])
+def test_xla_clusters_the_operations_of_tasks(cluster: str, tmp_path: Path) -> None:
+    assert run(f"cluster={cluster}", cwd=tmp_path, env={**environment(), **XLA}) == 0
+    check_is_done(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "cluster", [["cluster=1ps1w"], ["cluster=2ps2w", "strategy=sync_replicas"], ["cluster=local"]], ids=" ".join
+)
+def test_xla_and_the_rows_of_tables(cluster: list[str], tmp_path: Path) -> None:
+    program = [sys.executable, "-c", TABLES, *cluster]
+    flags = {**environment(), **XLA}
+    done = subprocess.run(program, cwd=tmp_path, env=flags, timeout=200, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert result_of(tmp_path / "run")["global_step"] == 20

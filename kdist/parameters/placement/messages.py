@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import not_compiled
 from kdist.model.lookup_rounds import RowSource
 
 K = TypeVar("K", bound=Hashable)
@@ -77,7 +78,8 @@ class Layout:
         dense_size = sum(shape.num_elements() for shape in self.shapes.values())
         # Split at once: on a server each operation costs more than what it does with so few numbers.
         sizes = tf.concat([[num_tables * words], counts * words, counts * row_sizes, [dense_size]], 0)
-        _, *parts, dense = tf.split(packed, sizes, num=2 * num_tables + 2)
+        with not_compiled():
+            _, *parts, dense = tf.split(packed, sizes, num=2 * num_tables + 2)
         slices = {
             key: tf.IndexedSlices(tf.reshape(Wire.unpack(rows, self.dtype), [-1, *shape]), _to_int64(indices))
             for (key, shape), indices, rows in zip(self.row_shapes.items(), parts, parts[num_tables:])

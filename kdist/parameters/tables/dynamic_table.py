@@ -311,7 +311,7 @@ class DynamicTable:
         tables, last_steps = (self.columns[name].sparse_read(rows) for name in (TABLES, "last_steps"))
         ages = step - tf.boolean_mask(last_steps, tables >= 0)
         width = tf.maximum(tf.reduce_max(ages) // _AGE_BINS + 1, 1)
-        counts = tf.math.bincount(tf.maximum(ages // width, 0), minlength=_AGE_BINS, dtype=tf.int64)
+        counts = tf.math.unsorted_segment_sum(tf.ones_like(ages, tf.int64), tf.maximum(ages // width, 0), _AGE_BINS)
         is_enough = tf.cumsum(counts, reverse=True) >= excess
         return tf.cast(tf.reduce_sum(tf.cast(is_enough, tf.int32)) - 1, tf.int32) * width
 

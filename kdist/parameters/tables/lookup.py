@@ -123,7 +123,7 @@ class TableRows:
                 request = [numbers]
                 if num_tables:
                     tables = tf.gather(of_group.tables, which[block])
-                    counts = tf.math.bincount(tables, minlength=num_tables, maxlength=num_tables, dtype=tf.int64)
+                    counts = tf.math.unsorted_segment_sum(tf.ones_like(tables, tf.int64), tables, num_tables)
                     request = [counts, numbers]
                 by_server[self._tables[block].device][block] = tf.concat(request, 0)
         found: dict[int, tf.Tensor] = {}
