@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from kdist.cli.help import unknown_key
 from kdist.config.hydra_checks import check_hydra, check_searchpath
+from kdist.config.schema import Config
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import setup_globals
     from hydra.version import setbase
+    from omegaconf import OmegaConf
 
     from kdist._compat.hydra import CheckedLoader
     from kdist.cluster.spec import ClusterShape
@@ -77,6 +79,9 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
             partial(check_searchpath, overrides=parsed.overrides),
         )
         config = loader.load(name, overrides)
+        if OmegaConf.get_type(config) is not Config:
+            where = "the config" if parsed.config_name is None else f"--config-name={parsed.config_name}"
+            raise ConfigError(f"{where} is not one of kdist's: the first of its defaults has to be kdist_schema")
         HydraConfig.instance().set_config(config)
     return config, loader
 

@@ -53,8 +53,6 @@ def check_job(config: DictConfig, parsed: Namespace) -> tuple[Config, Membership
     with explain_errors(ValueError):
         check_keys(config, Config)
         checked: Any = OmegaConf.to_object(config)
-        if not isinstance(checked, Config):
-            raise ConfigError("the config is not one of kdist's: the first of its defaults has to be kdist_schema")
         log.use(checked.run.log_format)
         checked.check()
         check_target("data", checked.data)

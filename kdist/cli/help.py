@@ -34,6 +34,7 @@ groups (GROUP=OPTION)
                                                                synchronous updates
   python -m kdist +recipe=mnist optimizer.learning_rate=0.01   any key can be changed
   python -m kdist -m +recipe=mnist cluster=1ps1w,2ps2w         one run after another (multirun)
+  python -m kdist --again runs/mine train.steps=500            as a run that has ended, with changes, anew
   python -m kdist +recipe=mnist --cfg job                      shows the config and runs nothing
 
 commands (kdist COMMAND --help says more; also as python -m kdist COMMAND)

@@ -13,16 +13,18 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from kdist.cluster.slurm import num_tasks
 from kdist.cluster.spec import ClusterShape
 from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import Config, RunConfig
+from kdist.errors import ConfigError
 from kdist.storage.files import make_private, write_whole
 from kdist.storage.object_storage import is_url, working_folder
 
 _SCHEME = "kdist"
+_WORKING_FOLDER = "kdist.working_folder"
 _GROUPS = "pkg://kdist.conf"
 
 
@@ -72,7 +74,7 @@ def register() -> None:
         OmegaConf.register_new_resolver("kdist.run_name", _run_name)
         OmegaConf.register_new_resolver("kdist.run_folder", lambda now, *, _root_: _folder_of_job(_root_) or now)
         OmegaConf.register_new_resolver(
-            "kdist.working_folder", lambda run_dir: str(working_folder(run_dir) if is_url(run_dir) else Path(run_dir))
+            _WORKING_FOLDER, lambda run_dir: str(working_folder(run_dir) if is_url(run_dir) else Path(run_dir))
         )
 
 
@@ -81,15 +83,40 @@ def write_record(run_dir: Path, config: DictConfig) -> None:
     folder = run_dir / ".hydra"
     make_private(folder)
     hydra = OmegaConf.create({"hydra": HydraConfig.get()})
-    parts = {"config": config, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
+    # With the name, which comes from the recipe: a run of this record has none.
+    named = OmegaConf.merge(config, {"run": {"name": config.run.name}})
+    parts = {"config": named, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
     for name, part in parts.items():
         write_whole(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
 def has_own_run_dir(config: DictConfig) -> bool:
     """True if the run dir is the default, named by the present second, and not by a Slurm job."""
+    return _is_default(config) and _folder_of_job(config) is None
+
+
+def use_run_dir(config: DictConfig) -> None:
+    """Lets `run.dir` alone decide where a run writes; what is only given to Hydra, as `hydra.run.dir`, becomes it.
+
+    Raises:
+        ConfigError: both are given, and differ.
+    """
+    place, own = Path(str(config.hydra.run.dir)).absolute(), str(config.run.dir)
+    # People turn the folder that Hydra makes off by `hydra.run.dir=.`; here, it makes none of its own.
+    if place not in (Path.cwd(), (working_folder(own) if is_url(own) else Path(own)).absolute()):
+        if not _is_default(config):
+            raise ConfigError(
+                f"hydra.run.dir={config.hydra.run.dir}: contradicts run.dir={own}, which says where a run writes; "
+                "leave hydra.run.dir out"
+            )
+        config.run.dir = str(config.hydra.run.dir)
+    with read_write(config.hydra):
+        config.hydra.run.dir = f"${{{_WORKING_FOLDER}:${{run.dir}}}}"
+
+
+def _is_default(config: DictConfig) -> bool:
     written: Any = OmegaConf.to_container(config, resolve=False)
-    return written.get("run", {}).get("dir") == RunConfig.dir and _folder_of_job(config) is None
+    return bool(written["run"]["dir"] == RunConfig.dir)
 
 
 def _folder_of_job(config: DictConfig) -> str | None:

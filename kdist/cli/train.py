@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,27 +46,38 @@ def run(arguments: list[str]) -> int:
     log.use("json" if "run.log_format=json" in arguments else "text")
     from kdist._compat.hydra import parse_command_line
     from kdist.cli.hydra_plugins import register
+    from kdist.cli.recorded import record_folder, take_again, use_again
 
     register()
+    run_dir, arguments = take_again(arguments)
     arguments = as_hydra_reads(arguments)
     parsed = parse_command_line(arguments)
+    if run_dir is None:
+        run_dir = record_folder(parsed)
+    earlier = [] if run_dir is None else use_again(run_dir, parsed)
     if parsed.multirun:
         _run_sweep(parsed)
     elif parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
         _show(parsed, arguments)
     else:
-        _run_once(parsed)
+        _run_once(parsed, earlier)
     return 0
 
 
-def _run_once(parsed: Namespace) -> None:
-    """Runs the job; a task that is not the chief takes part in it."""
+def _run_once(parsed: Namespace, earlier: Sequence[str]) -> None:
+    """Runs the job; a task that is not the chief takes part in it. Overrides of an `earlier` run are recorded, too."""
+    from omegaconf import read_write
+
     from kdist._compat.hydra import run
     from kdist.cli.experiment import check_job, run_job, take_part
-    from kdist.cli.hydra_plugins import has_own_run_dir
+    from kdist.cli.hydra_plugins import has_own_run_dir, use_run_dir
 
     # Before there is a run dir: neither a wrong config nor a task that is not the chief may leave one.
     config, loader = compose(parsed)
+    with explain_errors(ValueError):
+        use_run_dir(config)
+    with read_write(config.hydra):
+        config.hydra.overrides.task = [*earlier, *config.hydra.overrides.task]
     for_job = without_hydra(config)
     checked, membership = check_job(for_job, parsed)
     if membership is not None and not membership.is_chief:
@@ -85,12 +96,9 @@ def _run_once(parsed: Namespace) -> None:
 
 def _run_sweep(parsed: Namespace) -> None:
     """Runs the trials of a sweep that are not done; prints the results of all of them at the end."""
-    from omegaconf import OmegaConf
-
     from kdist._compat.hydra import run
     from kdist.cli.experiment import EndOfSweep, run_job
     from kdist.cli.hydra_plugins import has_own_run_dir
-    from kdist.config.schema import RunConfig
     from kdist.storage.object_storage import folder_at
     from kdist.sweeps.sweep import Sweep, TrialRunner
 
@@ -101,9 +109,7 @@ def _run_sweep(parsed: Namespace) -> None:
     with _explain_hydra_errors():
         if has_own_run_dir(config) and place == config.run.dir:
             place = str(make_new(Path(place)))
-    # A config that is not derived from kdist's has no such keys; each of its trials reports that.
-    metric, mode, timeout = (OmegaConf.select(config, k) for k in ("sweep.metric", "sweep.mode", "run.storage_timeout"))
-    folder = folder_at(place, timeout or RunConfig.storage_timeout, "hydra.sweep.dir")
+    folder = folder_at(place, config.run.storage_timeout, "hydra.sweep.dir")
     config, loader = compose(parsed, overrides=[f"hydra.sweep.dir={in_quotes(str(folder.path))}"])
     try:
         with EndOfSweep() as end_of_sweep, _explain_hydra_errors():
@@ -111,7 +117,7 @@ def _run_sweep(parsed: Namespace) -> None:
             run_trial = partial(run_job, parsed=parsed, end_of_sweep=end_of_sweep)
             run(config, loader, TrialRunner(folder, run_trial, print_error))
     finally:
-        sweep = Sweep(folder, metric, mode)
+        sweep = Sweep(folder, config.sweep.metric, config.sweep.mode)
         if sweep.trials:
             _report(sweep)
     if sweep.failed:
@@ -159,7 +165,9 @@ def _show(parsed: Namespace, arguments: list[str]) -> None:
         compose(parsed)
     sys.argv = [sys.argv[0], *arguments]
     with _explain_hydra_errors():
-        only_print = hydra_main(version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name="config")
+        only_print = hydra_main(
+            version_base=HYDRA_VERSION, config_path="pkg://kdist.conf", config_name=parsed.config_name or "config"
+        )
         only_print(lambda _: None)()
 
 

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
@@ -23,6 +22,7 @@ from kdist._compat.hydra import parse_command_line
 from kdist.cli.compose import as_hydra_reads, check_keys, compose, explain_errors, without_hydra
 from kdist.cli.hydra_plugins import register
 from kdist.cli.main import exit_code_of, native_log
+from kdist.cli.recorded import FOLDER, store_record
 from kdist.cluster.network import isolate, sockets
 from kdist.config import targets
 from kdist.config.build import check_targets, data_arguments
@@ -51,8 +51,6 @@ _PARTS = {
     "strategy": ("placement", "partition_min_bytes"),
     "run": ("export_max_bytes", "trust"),
 }
-#: Groups of which the command line may choose another option.
-_GROUPS = ("cluster", "strategy", "model", "data", "optimizer")
 
 
 class _Parser(ArgumentParser):
@@ -186,11 +184,8 @@ def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str], ha
     if not {"model", "model._target_"} & chosen and (recorded.get("model") is None or not has_checkpoints):
         _use_model_file(run, recorded)
     register()
-    groups = [{group: "local" if group == "cluster" else None} for group in _GROUPS if group in {*chosen, "cluster"}]
-    # An option replaces the record of its group. Without a record, `_target_` can name a function.
-    node = {"model": {"_target_": None}, "data": {"_target_": None}, **recorded}
-    node = {key: value for key, value in node.items() if key not in chosen}
-    ConfigStore.instance().store(_NAME, {"defaults": ["kdist_schema", *groups, "_self_"], **node})
+    # Without a record, `_target_` can name a function.
+    store_record(_NAME, {"model": {"_target_": None}, "data": {"_target_": None}, "hooks": {}, **recorded}, overrides)
     with explain_errors(ValueError):
         config = without_hydra(compose(parse_command_line(overrides), _NAME)[0])
         if OmegaConf.select(config, "data._target_") is None:
@@ -204,14 +199,14 @@ def _compose(run: RunDir, recorded: dict[str, Any], overrides: Sequence[str], ha
 
 def _read(run: RunDir) -> dict[str, Any]:
     """The recorded config, resolved, as far as it matters now."""
-    hydra, result = run.file(".hydra/config.yaml"), run.read_result()
+    hydra, result = run.file(f"{FOLDER}/config.yaml"), run.read_result()
     if hydra is None and not result and not run.checkpoints().steps():
         sweep = "; it is the folder of a sweep: give that of a trial" if run.file("multirun.yaml") else ""
         raise ConfigError(f"is not the run dir of a run{sweep}")
     try:
         config = OmegaConf.create(result.get("config") or {}) if hydra is None else read_record(hydra)
     except (OSError, ValueError, YAMLError) as error:
-        raise ConfigError(f".hydra/config.yaml cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{FOLDER}/config.yaml cannot be read: {' '.join(str(error).split())}") from None
     check_record(config)
     with explain_errors(ValueError):
         kept = {group: node for group in _WHOLE if (node := _resolve(config, group)) is not None}

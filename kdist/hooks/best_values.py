@@ -18,9 +18,8 @@ from kdist.errors import CheckpointError, ConfigError
 from kdist.hooks.base import Hook, Session
 from kdist.hooks.progressive_validation import PREFIX, ProgressiveValidation
 from kdist.log import warn
-from kdist.run.checkpoint import BEST, EARLY_STOPPING
 from kdist.run.statistics import mode_of
-from kdist.storage.files import write_whole
+from kdist.storage.files import BEST, EARLY_STOPPING, write_whole
 
 if TYPE_CHECKING:
     from kdist.run.checkpoint import Checkpoints

@@ -48,10 +48,6 @@ from kdist.storage.tensorflow_paths import open_checkpoint
 if TYPE_CHECKING:
     from kdist.strategies.base import Values
 
-#: The folders in which hooks keep the best values of a run, beside its checkpoints.
-BEST, EARLY_STOPPING = BEST_FOLDERS = ("best", "early_stopping")
-#: The name of a folder to which checkpoints of another one were moved, and its number.
-SET_ASIDE = re.compile(r"(.+)-before-(\d+)")
 _DATA_PART = re.compile(r"\.data-\d+-of-\d+")
 _SAVED = re.compile(r"unfinished-(delta-)?(\d+)\.index")
 _FULL, _DELTA = "ckpt", "delta"

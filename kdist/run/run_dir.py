@@ -16,12 +16,12 @@ from kdist.config.scheduler import folder_of_step
 from kdist.config.schema import RunConfig
 from kdist.errors import ConfigError, KdistError
 from kdist.log import warn
-from kdist.run.checkpoint import BEST_FOLDERS, SET_ASIDE, Checkpoints
+from kdist.run.checkpoint import Checkpoints
 from kdist.run.metrics_file import MetricsFile
 from kdist.run.model_file import lambdas_need_source, write_model_file
 from kdist.run.result import Result, record_in
 from kdist.run.summaries import Summaries
-from kdist.storage.files import make_new, make_private
+from kdist.storage.files import BEST_FOLDERS, SET_ASIDE, make_new, make_private
 from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock, check_not_taken_over
 from kdist.storage.mirror import Mirror, lock_of

@@ -12,6 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWNER_ONLY = 0o700
+#: The folders in which hooks keep the best values of a run, beside its checkpoints.
+BEST, EARLY_STOPPING = BEST_FOLDERS = ("best", "early_stopping")
+#: The name of a folder to which checkpoints of another one were moved, and its number.
+SET_ASIDE = re.compile(r"(.+)-before-(\d+)")
 INDEX_SUFFIX = ".index"
 #: A file of a checkpoint or a delta: its name without a suffix, its kind, its global step.
 CHECKPOINT_FILE = re.compile(r"((ckpt|delta)-(\d+))\.(?:index|data-\d+-of-\d+)")
