@@ -19,6 +19,7 @@ from kdist.cluster.processes.server import READY, TaskOptions
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
+from kdist.log import warn
 
 _START_ATTEMPTS = 3
 _STOP_SECS = 2.0
@@ -141,6 +142,8 @@ class LocalCluster(Cluster):
         ended = {task: child for task, child in self._children.items() if child.poll() is not None}
         if ended and self._guard is not None and connection.wait([self._guard.stdout.fileno()], 0.0):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
+        if self._guard is not None and self._guard.poll() is not None:
+            self._watch_over([])
         killed = f"was stopped for {self._guard_secs:g} s and killed"
         return {
             task: killed if child.pid in self._were_stopped else f"died ({child.how_it_ended()})"
@@ -151,11 +154,16 @@ class LocalCluster(Cluster):
         """Starts to watch tasks that may be stopped for too long; see `kdist.cluster.processes.watchdog`."""
         if sys.platform != "linux":
             return
+        if self._guard is not None and self._guard.poll() is not None:
+            warn(f"the watchdog of stopped tasks died ({self._guard.how_it_ended()}); another one watches")
+            end_children([self._guard], _STOP_SECS)
+            self._guard = None
+            tasks = [task for task in self._children if task not in self._starting]
         if self._guard is None:
             self._guard = start_child(
                 [sys.executable, "-S", watchdog.__file__, "stopped", str(self._guard_secs)], stdout=subprocess.PIPE
             )
-        # The watchdog may be killed like any process; the tasks do not need it.
+        # It may die at any time.
         with suppress(BrokenPipeError):
             self._guard.stdin.write("".join(f"{self._children[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()

@@ -275,3 +275,22 @@ def test_a_task_that_is_stopped_while_nobody_looks_is_killed_also_after_it_was_r
             os.kill(cluster.pids[task], signal.SIGSTOP)
         wait_until(lambda: len(cluster.lost_tasks()) == 2, 10, "the tasks that are stopped are lost")
         assert cluster.lost_tasks() == dict.fromkeys((server, worker), "was stopped for 1 s and killed")
+
+
+def watchdogs() -> list[int]:
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
+    return [pid for pid, command in commands.items() if command.exists() and b"watchdog.py" in command.read_bytes()]
+
+
+def test_a_watchdog_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
+    worker = Task("worker", 0)
+    with running(ClusterShape(1, 1), tmp_path, ClusterConfig(step_timeout=0.5)) as cluster:
+        # It may not have its own program yet.
+        wait_until(watchdogs, 10, "it runs")
+        (watchdog,) = watchdogs()
+        os.kill(watchdog, signal.SIGKILL)
+        with pytest.warns(UserWarning, match=r"watchdog of stopped tasks died \(signal 9, SIGKILL\)"):
+            wait_until(lambda: cluster.lost_tasks() or not Path(f"/proc/{watchdog}").exists(), 10, "it is missed")
+        os.kill(cluster.pids[worker], signal.SIGSTOP)
+        wait_until(lambda: worker in cluster.lost_tasks(), 10, "the new one has killed the task")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from kdist import forks
 from kdist._compat import imports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.spec import Task
+from kdist.errors import ClusterError
 
 if TYPE_CHECKING:
     from kdist.config.schema import DevicesConfig
@@ -29,6 +32,13 @@ _PARENT_CHECK_SECS = 1.0
 #: A killed process exits long before that; one that the kernel cannot end is not waited for any longer.
 KILLED_SECS = 10.0
 _LOG_LINES = 12
+#: Begins the reason if the system has no memory or threads left for a process.
+NOT_STARTED = "the process cannot be started"
+#: The line of a log that tells why its process ended, where many lines of a stack follow it.
+_FATAL = re.compile(
+    r"^F\d{4} |: F |Check failed|^terminate called|bad_alloc|\bKilled\b|[Oo]ut of memory|\bOOM\b"
+    "|Cannot allocate memory|Resource temporarily unavailable"
+)
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -86,7 +96,9 @@ class Child:
             self.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
-            self.wait()
+            # If the kernel cannot end it, nobody can.
+            with suppress(subprocess.TimeoutExpired):
+                self.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -111,6 +123,9 @@ def start_child(
     It has its own session: Ctrl-C in a terminal goes to this process alone, which saves first. Signals that arrive
     before it ignores them wait until it does. `log` gets its standard error, and its output if it `prints_to_log`;
     without one, it shares this process's. Other `options` are those of `subprocess.Popen`.
+
+    Raises:
+        ClusterError: the system has no memory, or no processes, left for it.
     """
 
     def start() -> subprocess.Popen[Any]:
@@ -122,7 +137,13 @@ def start_child(
             files.enter_context(forks.hold_back_signals())
             return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
 
-    child = Child(start, log, start_timeout)
+    try:
+        child = Child(start, log, start_timeout)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+            raise
+        limits = "the limits of memory, processes and threads of this machine, user (ulimit -u) or container"
+        raise ClusterError(f"{NOT_STARTED}: {error.strerror}; see {limits}") from error
     forks.keep_from_children(child.stdin)
     return child
 
@@ -212,7 +233,9 @@ def end_children(children: Iterable[Child], timeout: float) -> None:
     """Ends processes by closing their standard input; kills a process that has not exited after `timeout` seconds."""
     children = list(children)
     for child in children:
-        child.stdin.close()
+        # It may have died with something unread.
+        with suppress(BrokenPipeError):
+            child.stdin.close()
     deadline = time.monotonic() + timeout
     for child in children:
         child.end(deadline)
@@ -231,9 +254,13 @@ def ended_by_itself(how: str) -> bool:
 
 
 def log_tail(log: Path, start: int = 0) -> str:
-    """The end of an error message: where a log is, and its last lines, from byte `start` on."""
+    """The end of an error message: where a log is, its first fatal line, and its last lines, from byte `start` on."""
     lines: list[str] = []
     with suppress(FileNotFoundError), log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join([f"\n  log: {log} ({'last lines follow' if lines else 'empty'})", *lines[-_LOG_LINES:]])
+    last, before = lines[-_LOG_LINES:], lines[:-_LOG_LINES]
+    # What is in the last lines is seen there.
+    fatal = [] if any(map(_FATAL.search, last)) else list(filter(_FATAL.search, before))[:1]
+    what = "the fatal line and the last ones follow" if fatal else "last lines follow" if last else "empty"
+    return "\n".join([f"\n  log: {log} ({what})", *fatal, *(["..."] if fatal else []), *last])

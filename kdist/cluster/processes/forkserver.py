@@ -26,10 +26,20 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from kdist import forks
+from kdist import forks, log
 from kdist._compat.imports import quick_import
-from kdist.cluster.processes.child import Child, end_children, end_with_parent, start_child, task_environment
+from kdist.cluster.processes import watchdog
+from kdist.cluster.processes.child import (
+    NOT_STARTED,
+    Child,
+    end_children,
+    end_with_parent,
+    how_it_ended,
+    start_child,
+    task_environment,
+)
 from kdist.cluster.spec import Task
+from kdist.log import warn
 
 #: The name of the process.
 NAME = "kdist-forks"
@@ -37,6 +47,7 @@ NAME = "kdist-forks"
 SERVING, TRAINING = "kdist.data.python_readers", "kdist.strategies.remote"
 
 _REPORT_SECS = 0.05
+_LOOK_SECS = 1.0
 _CLOSE_SECS = 2.0
 _SEND_SECS = 60.0
 _MAX_MESSAGE = 1 << 16
@@ -94,7 +105,7 @@ class ForkedTask:
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise subprocess.TimeoutExpired("a task", timeout)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             self._server.update(min(left, _REPORT_SECS))
         return code
 
@@ -122,6 +133,7 @@ class ForkServer:
         self._socket.settimeout(_SEND_SECS)
         # Several threads ask whether a task is alive.
         self._lock = threading.Lock()
+        self._next_look = 0.0
         with theirs:
             orders = theirs.fileno()
             command = [sys.executable, "-m", "kdist.cluster.processes.forkserver", str(orders), module]
@@ -138,6 +150,7 @@ class ForkServer:
         own: dict[str, str | None] = {name: value for name, value in environment.items() if common.get(name) != value}
         # Variables of the fork server that the task has not.
         own |= dict.fromkeys(common.keys() - environment.keys())
+        self.update(0.0)
         number, folder = next(self._numbers), None
         # It may have been deleted.
         with suppress(FileNotFoundError):
@@ -160,12 +173,15 @@ class ForkServer:
     def update(self, timeout: float) -> None:
         """Reads the reports, waiting at most `timeout` seconds for more."""
         with self._lock:
+            self._continue_if_stopped()
             while self._socket.fileno() >= 0 and connection.wait([self._socket], timeout):
                 report = b""
                 with suppress(ConnectionResetError):  # It ended with orders unread.
                     report = self._socket.recv(_MAX_MESSAGE)
                 if not report:
                     self._socket.close()
+                    if (code := self.process.wait()) < 0:
+                        warn(f"the fork server of tasks ({NAME}) died ({how_it_ended(code)}), and its tasks with it")
                     break
                 what, number, value = report.decode().split()
                 if what == "pid":
@@ -179,6 +195,16 @@ class ForkServer:
                 for task in self._tasks.values():
                     task.returncode = code or -9
                 self._tasks.clear()
+
+    def _continue_if_stopped(self) -> None:
+        """Lets the process continue if it was stopped (SIGSTOP): without it, nobody hears that a task has ended."""
+        if time.monotonic() < self._next_look or self._socket.fileno() < 0:
+            return
+        self._next_look = time.monotonic() + _LOOK_SECS
+        if watchdog.state_of(self.process.pid) == "T":
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGCONT)
+            warn(f"the fork server of tasks ({NAME}, process {self.process.pid}) was stopped; it continues")
 
     def close(self) -> None:
         """Stops the process, and with it the remaining tasks."""
@@ -220,8 +246,8 @@ def fork_server(log: Path, *, train: bool = False) -> Iterator[ForkServer | None
 
 
 def start_task(server: ForkServer | None, program: TaskProgram, start_timeout: float) -> Child:
-    """Starts a process that runs a program, as a fork of `server` if that is not None; returns at once."""
-    if server is not None:
+    """Starts a process that runs a program, as a fork of `server` if that lives and is not None; returns at once."""
+    if server is not None and server.is_alive:
         return Child(lambda: server.fork(program), program.log, start_timeout)
     return start_child(
         [sys.executable, "-m", program.module, program.options],
@@ -259,13 +285,19 @@ class _Forks:
                 self._fork(json.loads(message), descriptors)
 
     def _fork(self, order: Sequence[Any], descriptors: Sequence[int]) -> None:
-        with forks.hold_back_signals():
-            pid = os.fork()
-            if not pid:
-                self._become(order, descriptors)
+        try:
+            with forks.hold_back_signals():
+                pid = os.fork()
+                if not pid:
+                    self._become(order, descriptors)
+            self._numbers[pid] = order[0]
+        except OSError as error:
+            # The other tasks go on.
+            with suppress(OSError):
+                os.write(descriptors[2], f"{log.now()} {NOT_STARTED}: {error.strerror}\n".encode())
+            self._report("ended", order[0], 1)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._numbers[pid] = order[0]
 
     def _become(self, order: Sequence[Any], descriptors: Sequence[int]) -> NoReturn:
         """Runs the program of an order; `descriptors` are its standard input, output and error, and `pass_fds`."""

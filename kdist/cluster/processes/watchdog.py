@@ -27,7 +27,7 @@ def stopped_longer_than(secs: float, pids: Collection[int], since: dict[int, flo
     """The `pids` stopped for more than `secs` seconds without a break; to call often, with the same `since`."""
     now = time.monotonic()
     # A process that is merely slowed down is seen running now and then.
-    found = {pid: since.get(pid, now) for pid in pids if _state(pid) == "T"}
+    found = {pid: since.get(pid, now) for pid in pids if state_of(pid) == "T"}
     since.clear()
     since.update(found)
     return [pid for pid, began in found.items() if now - began > secs]
@@ -42,7 +42,7 @@ def kill_stopped(limit_secs: float) -> None:
             if not received:
                 return
             pids.update(int(line) for line in received.split())
-        pids = {pid for pid in pids if _state(pid) is not None}
+        pids = {pid for pid in pids if state_of(pid) is not None}
         for pid in stopped_longer_than(limit_secs, pids, since):
             # Reported first: the chief that finds the process dead also finds the reason.
             os.write(1, f"{pid}\n".encode())
@@ -65,7 +65,7 @@ def _end_with_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _state(pid: int) -> str | None:
+def state_of(pid: int) -> str | None:
     """The state of a process, `T` if it is stopped; None if it has exited."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
