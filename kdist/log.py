@@ -200,8 +200,11 @@ def in_format(log_format: str) -> Iterator[None]:
 
 @contextmanager
 def file_log(path: Path) -> Iterator[None]:
-    """While entered, a file gets every line of the logger, with the time."""
+    """While entered, a file gets every line of the logger, with the time; once, if another caller has entered this."""
     handler = _FileHandler(path)
+    if any(isinstance(other, _FileHandler) and other.baseFilename == handler.baseFilename for other in logger.handlers):
+        yield
+        return
     logger.addHandler(handler)
     try:
         yield

@@ -122,7 +122,7 @@ def run_job(
         # TensorFlow reads it on import.
         os.environ[imports.LEVEL] = "0"
     folder = chief_folder(checked.run.dir, run_dir, checked.run.storage_timeout)
-    with lock_of(folder), ExitStack() as end_of_run, native_log(log_file):
+    with lock_of(folder), ExitStack() as end_of_run, native_log(log_file), log.file_log(log_file):
         write_record(run_dir, config)
         shape = shape_of(checked.cluster, membership)
         if checked.run.verbose != 0 and not checked.run.plan_only:
