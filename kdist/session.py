@@ -373,6 +373,7 @@ class TrainSession:
                         self.strategy.start(self.spec)
                     self._restore_newest()
                     self.global_step = self.strategy.values.global_step()
+                    self.summaries.restart(self.global_step)
                     for hook in self.hooks:
                         hook.after_create_session(self)
                 return
@@ -386,6 +387,7 @@ class TrainSession:
         if not restored and self._resume == "must":
             raise CheckpointError(f"run.resume=must: there is no checkpoint in {self.checkpoints.place}")
         self.global_step = self.first_step = self.strategy.values.global_step()
+        self.summaries.restart(self.global_step)
         if self._resume is None and any(step > self.first_step for step in self.checkpoints.steps()):
             self.checkpoints.set_aside()  # They would count as newer than those of this run.
 

@@ -224,6 +224,10 @@ class FakeCheckpoints:
 class FakeSummaries:
     written: list[tuple[str, int, tuple[str, ...]]] = field(default_factory=list)
     closed: bool = False
+    restarts: list[int] = field(default_factory=list)
+
+    def restart(self, step: int) -> None:
+        self.restarts.append(step)
 
     def scalars(self, split: str, values: Mapping[str, float], step: int) -> None:
         self.written.append((split, step, tuple(values)))

@@ -234,7 +234,7 @@ class Validator:
             return logs or {}
         self._bring(session)
         self._callbacks.see(session)
-        logs = self.evaluate(self._callbacks.list)
+        logs = self.evaluate(self._callbacks.of_validation)
         self._callbacks.push(session)
         return logs
 
@@ -275,7 +275,8 @@ class Validator:
             return None
         evaluation.values = self._brought_values(session) if self._model_is_used else None
         (callbacks.see if self._model_is_used else callbacks.pull)(session)
-        callbacks.list.on_test_begin()
+        events = callbacks.of_validation
+        events.on_test_begin()
         callbacks.push(session)
         try:
             results = session.strategy.on_workers(evaluation)
@@ -286,7 +287,7 @@ class Validator:
         if results is None:
             return None
         logs = evaluation.join(results)
-        callbacks.list.on_test_end(dict(logs))
+        events.on_test_end(dict(logs))
         callbacks.push(session)
         return logs
 

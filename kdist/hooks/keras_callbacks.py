@@ -109,6 +109,11 @@ class Callbacks:
             self.list.on_train_begin()
         self._begin_epoch(session, epoch)
 
+    @property
+    def of_validation(self) -> keras.callbacks.CallbackList:
+        """Those that see a validation: none after the end of training, where they have closed their files."""
+        return self.list if self._has_begun else keras.callbacks.CallbackList()
+
     def begin_batch(self, session: Session, batch: int) -> None:
         self.list.on_train_batch_begin(batch)
         self.push(session)

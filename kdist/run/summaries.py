@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
@@ -32,6 +32,8 @@ from kdist.log import warn
 from kdist.model.logs import scalars
 
 _numbers = itertools.count()
+#: Those whose values come with steps.
+_SPLITS = ("train", "validation")
 
 
 class Summaries:
@@ -45,6 +47,17 @@ class Summaries:
         self._folder = folder
         self._files: dict[str, _EventFile] = {}
         self._warned = False
+        #: The first step from which values count, by split, as long as it is not written.
+        self._unmarked: dict[str, int] = {}
+        self._last_evaluated: int | None = None
+
+    def restart(self, step: int) -> None:
+        """Marks that training continues from a step: values of later steps, of an earlier attempt, no longer count.
+
+        TensorBoard drops them when it finds a session start; otherwise their points stay, and lines go back.
+        """
+        for split in _SPLITS:
+            self._unmarked[split] = step + 1
 
     def scalars(self, split: str, values: Mapping[str, Any], step: int) -> None:
         """Writes `values` by their tags to `split`, `train` or `validation`; of a list, each item."""
@@ -55,6 +68,9 @@ class Summaries:
         self.scalars(split, {f"epoch_{name}": value for name, value in logs.items()}, step)
 
     def evaluation(self, logs: Mapping[str, Any], step: int) -> None:
+        if self._last_evaluated is None or step <= self._last_evaluated:
+            self._unmarked[EVALUATOR.job] = step
+        self._last_evaluated = step
         self.scalars(EVALUATOR.job, logs, step)
         self.epoch(EVALUATOR.job, logs, step)
 
@@ -113,6 +129,11 @@ class Summaries:
         try:
             if split not in self._files:
                 self._files[split] = _EventFile(self._folder / split)
+            if split in self._unmarked:
+                start = SessionLog(status=SessionLog.START)
+                first = Event(wall_time=time.time(), step=self._unmarked[split], session_log=start)
+                self._files[split].write([first])
+                del self._unmarked[split]
             self._files[split].write([Event(wall_time=time.time(), step=step, summary=each) for each in summaries])
         except OSError as error:
             # A file that ends in half a record cannot be continued; the next values go to a new one.
@@ -133,7 +154,8 @@ class _EventFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        place = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        # Readers sort the files by their names.
+        place = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):04}"
         path = folder / f"events.out.tfevents.{place}"
         self._file = path.open("wb")
         self._records = RecordWriter(self._file)

@@ -86,6 +86,8 @@ def test_a_failed_cluster_is_started_again_from_the_newest_checkpoint() -> None:
     assert [strategy.stopped for strategy in made] == [1, 1]
     assert recorder.events.count("begin") == recorder.events.count("end") == 1
     assert recorder.events.count("after_create_session") == 2
+    # TensorBoard drops what was written after them.
+    assert vars(session.summaries)["restarts"] == [0, 40]
 
 
 @pytest.mark.parametrize("may_restart_tasks", [True, False])

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from kdist.run import summaries
 from kdist.run.summaries import Summaries
@@ -67,3 +69,33 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning(tmp_path: Path, monke
     written.scalars("train", {"after": 1.0}, 4)
     written.close()
     assert tags_of(tmp_path / "train") == {"before", "after"}
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Steps and values as TensorBoard itself has them, with `--load_fast=false`."""
+    events = plugin_event_accumulator.EventAccumulator(str(folder)).Reload()
+    return [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors("loss")]
+
+
+def test_values_after_the_step_that_training_goes_back_to_count_no_longer(tmp_path: Path) -> None:
+    first, second = Summaries(tmp_path), Summaries(tmp_path)
+    first.restart(0)
+    for step in (0, 500, 1000, 1500):
+        first.scalars("train", {"loss": step}, step)
+    # The cluster was restarted.
+    first.restart(1000)
+    first.scalars("train", {"loss": 1.0}, 1100)
+    # The process was killed later, and the run resumes.
+    second.restart(500)
+    second.scalars("train", {"loss": 2.0}, 600)
+    second.close()
+    assert losses(tmp_path / "train") == [(0, 0.0), (500, 500.0), (600, 2.0)]
+
+
+def test_a_checkpoint_that_is_evaluated_again_has_one_point(tmp_path: Path) -> None:
+    first, second = Summaries(tmp_path), Summaries(tmp_path)
+    for step in (100, 200, 300, 200):
+        first.evaluation({"loss": step}, step)
+    second.evaluation({"loss": 5.0}, 200)
+    second.close()
+    assert losses(tmp_path / "evaluator") == [(100, 100.0), (200, 5.0)]
