@@ -189,7 +189,7 @@ def _train(
     if run_dir is not None and is_chief:
         # Before anything replaces the record of a newer version.
         RunDir(run_dir, config.run.name).read_result()
-    started = time.time()
+    earlier = None if run_dir is None else RunDir(run_dir, config.run.name).result_written_at()
     trainer = None
     try:
         trainer = Trainer.of_config(
@@ -216,7 +216,7 @@ def _train(
         is_said = not is_chief or (trainer is not None and trainer.result.error is not None)
         if run_dir is not None and not is_said:
             files = RunDir(run_dir, config.run.name)
-            if (written := files.result_written_at()) is None or written < started:
+            if files.result_written_at() == earlier:
                 shape = shape_of(config.cluster, membership_of(config.cluster, os.environ))
                 files.write_result(
                     Result(

@@ -1,8 +1,9 @@
 """`RunLock`: one chief for each run dir.
 
 The file `.lock` names the process that has it. On the same machine, the operating system tells if that process still
-runs. Elsewhere, its heartbeat does: it touches the file every few seconds. So the lock of a killed process blocks a
-chief on the same machine not at all, and others for at most a minute.
+runs. Elsewhere, its heartbeat does: it touches the file every few seconds, and whoever waits sees that the time of the
+file changes. That time is never compared with a clock: those of two machines differ, and may be set meanwhile. So the
+lock of a killed process blocks a chief on the same machine not at all, and one on another for a minute.
 
 On a disk, taking the lock is atomic. On object storage it is not: of two chiefs that start in the same second, both
 may. Then the second name stays, and the first chief ends before its next upload.
@@ -15,11 +16,9 @@ import os
 import socket
 import threading
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 
 from kdist.errors import ConfigError
@@ -32,6 +31,10 @@ HEARTBEAT_SECS = 10.0
 #: A lock without a heartbeat for that long is free.
 STALE_SECS = 60.0
 _POLL_SECS = 1.0
+
+#: The last heartbeat of a lock that this process has seen, by its place: the owner, the time of the file, and when this
+#: process saw it first, of `time.monotonic`.
+_heard: dict[str, tuple[LockOwner, float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class LockOwner:
 class RunLock:
     """While entered, this process is the only chief of a run dir, which is created if necessary.
 
-    A lock of another machine counts as left behind after `stale_secs` without a heartbeat.
+    A lock of another machine counts as left behind when this process has looked at it for `stale_secs` and has seen no
+    heartbeat.
 
     Raises:
         ConfigError: on entering: another process is its chief, or it is not writable.
@@ -105,24 +109,20 @@ class RunLock:
     def check(self) -> None:
         """Raises the `ConfigError` that entering would raise, and changes nothing.
 
-        If looks are free, it waits for a heartbeat of a chief on another machine.
+        It waits for a heartbeat of a chief on another machine, at most `stale_secs`.
         """
         if (found := self.living()) is None:
             return
-        owner, heartbeat_at = found
-        if not (owner.is_elsewhere and self._folder.looks_are_free):
-            raise self._in_use(owner, heartbeat_at)
-        left = self._stale_secs - self._age(heartbeat_at)
-        warn(
-            f"run.dir={self._folder}: was in use by {owner} a moment ago; waiting for its heartbeat, "
-            f"at most {left:.0f} s"
-        )
-        deadline = time.monotonic() + self._stale_secs
+        owner, _ = found
+        if not owner.is_elsewhere:
+            raise self._in_use(owner)
+        left = self._stale_secs - self._silent_secs(*found)
+        warn(f"run.dir={self._folder}: was in use by {owner}; waiting for its heartbeat, at most {left:.0f} s")
+        pause = min(_POLL_SECS, self._heartbeat_secs) if self._folder.looks_are_free else self._heartbeat_secs
         while (again := self.living()) is not None:
-            # A clock that is wrong by a minute must not make this wait forever.
-            if again != found or time.monotonic() > deadline:
-                raise self._in_use(*again)
-            time.sleep(min(_POLL_SECS, self._heartbeat_secs))
+            if again != found:
+                raise self._in_use(again[0])
+            time.sleep(pause)
 
     @property
     def exists(self) -> bool:
@@ -130,12 +130,15 @@ class RunLock:
         return _owner_of(self._folder) is not None
 
     def living(self) -> tuple[LockOwner, float] | None:
-        """The process that has the lock and is not known to have exited, if any, and the time of its last heartbeat."""
+        """The process that has the lock and is not known to have exited, if any, and the time that its lock file has.
+
+        Of a process on another machine, that takes looks for `stale_secs`.
+        """
         owner = _owner_of(self._folder)
         # The lock may be released between two looks at it.
         if owner is None or owner.has_ended or (heartbeat_at := self._folder.modified(LOCK)) is None:
             return None
-        is_silent = owner.is_elsewhere and self._age(heartbeat_at) >= self._stale_secs
+        is_silent = owner.is_elsewhere and self._silent_secs(owner, heartbeat_at) >= self._stale_secs
         return None if is_silent else (owner, heartbeat_at)
 
     def __enter__(self) -> RunLock:
@@ -145,7 +148,7 @@ class RunLock:
             with self._folder.alone(LOCK):
                 # Another chief may have been faster.
                 if (found := self.living()) is not None:
-                    raise self._in_use(*found)
+                    raise self._in_use(found[0])
                 self._mine = LockOwner.this_process()
                 self._content = json.dumps(asdict(self._mine)).encode()
                 self._folder.write(LOCK, self._content)
@@ -169,19 +172,17 @@ class RunLock:
         except StorageError as failure:
             warn(f"{failure}; a chief on another machine may start in {self._stale_secs:g} s")
 
-    def _in_use(self, owner: LockOwner, heartbeat_at: float) -> ConfigError:
+    def _in_use(self, owner: LockOwner) -> ConfigError:
         is_own = not owner.is_elsewhere and owner.pid == os.getpid()
         who = f"this process itself on {owner.host}" if is_own else str(owner)
-        silence = takeover = ""
+        takeover = ""
         if owner.is_elsewhere:
-            age = max(0.0, self._age(heartbeat_at))
-            silence = f"; its last heartbeat was {age:.0f} s ago"
             takeover = (
-                f"; if it was killed, start again in {self._stale_secs - age:.0f} s, or delete "
-                f"{self._folder.place_of(LOCK)} to take over now"
+                f"; if it is killed now, start again, which waits {self._stale_secs:.0f} s, or delete "
+                f"{self._folder.place_of(LOCK)} to take over at once"
             )
         return ConfigError(
-            f"run.dir={self._folder}: is in use by {who} since {owner.since}{silence}\n"
+            f"run.dir={self._folder}: is in use by {who} since {owner.since}\n"
             f"  wait for it, or choose another run.dir{takeover}"
         )
 
@@ -196,21 +197,12 @@ class RunLock:
                 if not self._released.is_set():
                     folder.touch(LOCK, self._content)
 
-    def _age(self, heartbeat_at: float) -> float:
-        return time.time() + self._clock_is_behind - heartbeat_at
-
-    @cached_property
-    def _clock_is_behind(self) -> float:
-        """Seconds by which this machine's clock is behind the clock of the file system or storage."""
-        probe = f"{LOCK}-{uuid.uuid4().hex}"
-        with suppress(OSError):
-            self._folder.write(probe, b"")
-            now = time.time()
-            try:
-                return (self._folder.modified(probe) or now) - now
-            finally:
-                self._folder.delete([probe])
-        return 0.0
+    def _silent_secs(self, owner: LockOwner, heartbeat_at: float) -> float:
+        """Seconds since this process has first seen the present heartbeat."""
+        place, now = os.path.abspath(self._folder.place_of(LOCK)), time.monotonic()
+        if (last := _heard.get(place)) is None or last[:2] != (owner, heartbeat_at):
+            _heard[place] = last = owner, heartbeat_at, now
+        return now - last[2]
 
 
 def check_not_taken_over(folder: Folder) -> None:

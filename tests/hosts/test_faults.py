@@ -244,17 +244,16 @@ def test_a_chief_that_was_killed_is_started_on_another_host(hosts: Hosts) -> Non
     first.wait_for(r"save  \| step +500")
     saved = first.newest_step()
     first.kill("chief")
-    killed_at = time.monotonic()
     assert first.end().codes == {"worker:0": 75, "ps:0": 75, "chief": -9}
     second = hosts.cluster(
         network, {"worker:0": network.hosts[0], "ps:0": network.hosts[1], "chief": network.hosts[3]},
         f"train.steps={saved + 1000}",
     )  # fmt: skip
     second.start()
-    second.wait_for(r"was in use by process \d+ on host2 a moment ago; waiting for its heartbeat")
+    second.wait_for(r"was in use by process \d+ on host2; waiting for its heartbeat, at most 60 s")
+    waits_since = time.monotonic()
     second.wait_for(r"load  \| step +\d+ .*ckpt-\d+")
-    waited = time.monotonic() - killed_at
-    assert 50 < waited < 90
+    assert 55 < time.monotonic() - waits_since < 80
     ended = second.end()
     assert set(ended.codes.values()) == {0}, second.all_said()
     assert ended.step == saved + 1000

@@ -7,11 +7,11 @@ another machine: its lock is still there.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-import os
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -21,6 +21,7 @@ from helpers import toy_data
 import kdist
 from kdist.errors import ConfigError
 from kdist.hooks import CheckpointSaver
+from kdist.storage import lock
 
 LEFT = Path(__file__).with_name("run_dir_0_1_0")
 
@@ -39,12 +40,13 @@ def resume(run_dir: Path) -> kdist.Trainer:
 
 
 @pytest.mark.parametrize("owner", ["silent elsewhere", "ended here"])
-def test_it_is_resumed_when_its_chief_is_gone(run_dir: Path, owner: str) -> None:
+def test_it_is_resumed_when_its_chief_is_gone(run_dir: Path, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if owner == "ended here":
         (run_dir / ".lock").write_text(held_by(pid=ended_process()))
     else:
-        long_ago = time.time() - 3600
-        os.utime(run_dir / ".lock", (long_ago, long_ago))
+        # The minute of silence passes at once.
+        seconds = itertools.count(step=30)
+        monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
     earlier = json.loads((LEFT / "result.json").read_text())
     result = resume(run_dir).result
     assert (result.status, result.global_step, result.gradients.applied) == ("done", 20, 8)
