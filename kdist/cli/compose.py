@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, get_type_hints
 
 from kdist.cli.help import unknown_key
+from kdist.config.environment import hide_values
 from kdist.config.hydra_checks import check_hydra, check_searchpath
 from kdist.config.schema import Config
 from kdist.errors import ConfigError
@@ -67,6 +68,7 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
 
     setup_globals()
     setbase(HYDRA_VERSION)
+    hide_values(" ".join([*parsed.overrides, *overrides]))
     for override in parsed.overrides:
         group, _, value = override.partition("=")
         if group == "cluster" and value.isdecimal():
@@ -83,6 +85,7 @@ def compose(parsed: Namespace, name: str = "config", overrides: Sequence[str] = 
             where = "the config" if parsed.config_name is None else f"--config-name={parsed.config_name}"
             raise ConfigError(f"{where} is not one of kdist's: the first of its defaults has to be kdist_schema")
         HydraConfig.instance().set_config(config)
+    hide_values(str(OmegaConf.to_container(config, resolve=False)))
     return config, loader
 
 

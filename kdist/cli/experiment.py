@@ -29,6 +29,7 @@ from kdist.cluster.spec import Membership
 from kdist.config import targets
 from kdist.config.build import build_model, check_targets, data_arguments, parts_of
 from kdist.config.checks import check_target
+from kdist.config.environment import as_written
 from kdist.config.hparams import hparams_of, overrides_of_job
 from kdist.config.record import record_of
 from kdist.config.scheduler import grace_secs_of
@@ -157,7 +158,7 @@ def run_job(
             if isinstance(error, KdistError) and not isinstance(error, TaskError):
                 raise
             with log_file.open("a", encoding="utf-8") as file:
-                file.write(traceback_of(error))
+                file.write(as_written(traceback_of(error)))
             setattr(error, LOG_FILE, log_file)
             raise
 

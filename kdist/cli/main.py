@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from kdist import forks, log
+from kdist.config.environment import as_written
 from kdist.config.suggestions import did_you_mean
 from kdist.errors import ConfigError, KdistError
 from kdist.fit import signals
@@ -131,7 +132,7 @@ def print_error(error: BaseException) -> None:
 
 
 def _say(message: str) -> None:
-    log.say(log.Line(message, "error"), logging.ERROR, sys.stderr)
+    log.say(log.Line(as_written(message), "error"), logging.ERROR, sys.stderr)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kdist import log
 from kdist.cli.compose import (
@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
 
 def _run_once(parsed: Namespace, earlier: Sequence[str]) -> None:
     """Runs the job; a task that is not the chief takes part in it. Overrides of an `earlier` run are recorded, too."""
-    from omegaconf import read_write
+    from omegaconf import OmegaConf, read_write
 
     from kdist._compat.hydra import run
     from kdist.cli.experiment import check_job, run_job, take_part
@@ -76,8 +76,10 @@ def _run_once(parsed: Namespace, earlier: Sequence[str]) -> None:
     config, loader = compose(parsed)
     with explain_errors(ValueError):
         use_run_dir(config)
+    # As they were written, with references to variables.
+    given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     with read_write(config.hydra):
-        config.hydra.overrides.task = [*earlier, *config.hydra.overrides.task]
+        config.hydra.overrides.task = [*earlier, *given]
     for_job = without_hydra(config)
     checked, membership = check_job(for_job, parsed)
     if membership is not None and not membership.is_chief:

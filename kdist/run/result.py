@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kdist.config.environment import as_written
 from kdist.errors import ConfigError
 from kdist.log import for_json, plain_text
 from kdist.model.logs import Logs, scalars
@@ -91,7 +92,7 @@ def describe(error: BaseException) -> str:
         return "interrupted (SIGINT)"
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
         return "terminated (SIGTERM)"
-    return plain_text(str(error)) or type(error).__name__
+    return as_written(plain_text(str(error))) or type(error).__name__
 
 
 @dataclass

@@ -477,3 +477,38 @@ def test_help_lists_every_group_and_key_with_its_meaning() -> None:
     assert all(len(line) < 160 for line in text.splitlines())
     # What a newcomer needs first comes first.
     assert text.splitlines()[2] == "groups (GROUP=OPTION)"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.steps", "train.epochs", "train.batch_size", "train.max_restarts", "train.validate_with_ema", "run.seed",
+        "run.verbose", "run.grace_secs", "run.resume", "run.export_max_bytes", "run.metrics_port", "strategy.name",
+        "strategy.backup_workers", "cluster.shape", "cluster.bind", "cluster.patience", "optimizer.learning_rate",
+        "data.path",
+        *(
+            pytest.param(key, marks=pytest.mark.long)
+            for key in ("run.start_from", "optimizer.name", "hooks.checkpoint.every_steps", "model.hidden_units")
+        ),
+    ],
+)  # fmt: skip
+def test_the_value_of_a_variable_is_in_no_message(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "s3cr3t,t0ken=1")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert run(["+recipe=mnist_mlp", "cluster=1ps1w", "train.steps=2", f"{key}=${{oc.env:MINE}}", "run.dir=D"]) != 0
+    said = capsys.readouterr()
+    assert "${oc.env:MINE}" in said.err
+    files = [path.read_text(errors="replace") for path in Path().rglob("*") if path.is_file()]
+    assert not any("s3cr3t" in text for text in (said.out, said.err, *files))
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1e3", "0x1f", "007.50"])
+def test_the_number_in_a_variable_is_in_no_message(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINE", value)
+    assert run(["+recipe=mnist_mlp", "train.batch_size=${oc.env:MINE}"]) == 2
+    assert "${oc.env:MINE}" in capsys.readouterr().err
