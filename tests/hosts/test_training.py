@@ -37,6 +37,23 @@ def test_three_all_reduce_workers_on_three_hosts(hosts: Hosts) -> None:
 
 
 @_LONG
+@pytest.mark.parametrize(
+    "jobs", [("worker:0", "ps:0"), ("worker:0", "ps:0", "chief"), ("worker:0", "worker:1")], ids=" ".join
+)
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_no_task_is_reached_by_a_proxy(
+    hosts: Hosts, variable: str, jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "http://10.99.99.99:3128")
+    network = hosts.network(len(jobs))
+    cluster = hosts.cluster(network, dict(zip(jobs, network.hosts)), "train.steps=100")
+    cluster.start()
+    ended = cluster.end()
+    assert ended.codes == dict.fromkeys(jobs, 0), cluster.all_said()
+    assert ended.step == 100
+
+
+@_LONG
 def test_a_chief_of_its_own_on_a_fifth_host(hosts: Hosts) -> None:
     network = hosts.network(5)
     cluster = hosts.cluster(network, {**four(network), "chief": network.hosts[4]}, "train.steps=300")
