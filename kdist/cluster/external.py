@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kdist.cluster.description import TaskFingerprint
+from kdist.cluster.network.names import environment_with, without_proxy
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
@@ -46,6 +47,7 @@ class ExternalCluster(Cluster):
         """Starts the chief's own server and returns at once."""
         config, address, task = self._config, self._address, self._own_task
         bind_to(config.bind)
+        self._at_end.enter_context(environment_with(without_proxy(self.spec.addresses.values())))
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
         port = config.chief_port or self._at_end.enter_context(held_ports(1))[0]

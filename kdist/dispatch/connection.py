@@ -12,18 +12,17 @@ the same server.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from kdist._compat import tensorflow as tf_compat
 from kdist.cluster.network import sockets
-from kdist.cluster.network.names import without_proxy
+from kdist.cluster.network.names import environment_with, without_proxy
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 
@@ -36,8 +35,8 @@ _ENVIRONMENT = {
     "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False",
     "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY": "True",
 }
-#: What was there before.
-_environment_before: dict[str, str | None] = {}
+#: Closing it restores what was there before.
+_environment = ExitStack()
 #: Where this process serves, once it was connected: its newest address, and the network interface.
 _served: list[tuple[str, str | None]] = []
 
@@ -87,9 +86,8 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
     else:
         own_address = served
     before = tf_compat.server_def()
-    environment = _ENVIRONMENT | without_proxy([own_address, *(a for job in spec.jobs for a in spec.job_tasks(job))])
-    _environment_before.update({name: os.environ.get(name) for name in environment})
-    os.environ.update(environment)
+    addresses = [own_address, *(address for job in spec.jobs for address in spec.job_tasks(job))]
+    _environment.enter_context(environment_with(_ENVIRONMENT | without_proxy(addresses)))
     probe = tf.Variable(0, trainable=False)
     # A copy: the spec keeps what it returns.
     cluster = tf.train.ClusterDef()
@@ -112,7 +110,7 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
         (tf_compat.set_server_def if served is None else tf_compat.update_server_def)(definition)
     except tf.errors.OpError:
         tf_compat.forget_server_def(None if served is None else before)
-        _restore_environment()
+        _environment.close()
         raise
     if served is None:
         sockets.bind_port(int(own_address.rpartition(":")[2]))
@@ -158,7 +156,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
 
 def disconnect() -> None:
     """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
-    _restore_environment()
+    _environment.close()
     tf_compat.forget_copies_for_tasks()
     alone = tf_compat.server_def()
     if alone is None:
@@ -166,15 +164,6 @@ def disconnect() -> None:
     alone.ClearField("cluster_device_filters")
     _replace_jobs(alone, [])
     tf_compat.update_server_def(alone)
-
-
-def _restore_environment() -> None:
-    for name, value in _environment_before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    _environment_before.clear()
 
 
 def _replace_jobs(definition: tf.train.ServerDef, jobs: Iterable[Any]) -> None:

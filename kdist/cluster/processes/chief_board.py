@@ -13,7 +13,6 @@ noticed, and a third one is closed before if the chief was told to stop before t
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -24,7 +23,6 @@ import tensorflow as tf
 
 from kdist._compat import op_libraries
 from kdist.cluster.description import TaskFingerprint, differences, mismatch_error
-from kdist.cluster.network.names import without_proxy
 from kdist.cluster.network.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -220,7 +218,6 @@ def _server_session(address: str, task: Task) -> Iterator[tf.compat.v1.Session]:
     graph = tf.Graph()
     # The other tasks of the cluster need not be there.
     config = tf.compat.v1.ConfigProto(device_filters=[device])
-    os.environ.update(without_proxy([address]))
     with graph.as_default(), tf.device(f"{device}/device:CPU:0"):
         yield _Session(f"grpc://{address}", graph=graph, config=config)
 

@@ -21,7 +21,7 @@ from kdist._compat import op_libraries
 from kdist._compat.imports import quick_import
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.network import sockets
-from kdist.cluster.network.names import host_and_port
+from kdist.cluster.network.names import environment_with, host_and_port
 from kdist.cluster.network.port_probe import accepts_connections
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes.child import end_with_parent, visible_devices
@@ -32,6 +32,8 @@ from kdist.version import __version__
 
 READY = b"ready\n"
 
+#: A task that only serves makes no other connections.
+_NO_PROXY = {"grpc_proxy": ""}
 #: The servers of this process in clusters that others started, for every fit: TensorFlow cannot stop a server.
 _servers: dict[str, Any] = {}
 
@@ -91,6 +93,7 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     # machine.
     config.experimental.disable_thread_spinning = options.cores is not None
     sockets.bind_to(options.bind)
+    os.environ.update(_NO_PROXY)
     server, port = _start_server(options.jobs, Task(options.job, options.index), config)
     if options.patience is not None:
         addresses = [address for hosts in options.jobs.values() for address in hosts]
@@ -121,6 +124,17 @@ def serve_until_done(
         ConfigError: this task differs from the chief.
         ChiefStoppedError: it was stopped before the end of the run, and `cluster.wait_for_next_chief` is set.
     """
+    with environment_with(_NO_PROXY):
+        _serve_until_done(membership, config, before_serving, fingerprint, log_device_placement)
+
+
+def _serve_until_done(
+    membership: Membership,
+    config: ClusterConfig,
+    before_serving: Callable[[], None],
+    fingerprint: TaskFingerprint | None,
+    log_device_placement: bool,
+) -> None:
     task, spec = membership.task, membership.spec
     visible = visible_devices(task, config.devices)
     if visible is not None or task.job == "ps":
@@ -164,8 +178,6 @@ def serve_until_done(
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:
     import tensorflow as tf
 
-    # A task that only serves makes no other connections.
-    os.environ["grpc_proxy"] = ""  # noqa: SIM112 - gRPC reads it in lower case
     port = host_and_port(jobs[task.job][task.index])[1]
     server = tf.distribute.Server(
         tf.train.ClusterSpec(jobs),
