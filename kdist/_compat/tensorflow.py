@@ -32,8 +32,9 @@ __all__ = ["UninitializedVariable", "executor_scope"]
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
 _CREATOR_OF_FUNCTIONS = 50
-# As in TensorFlow's own Python code.
-_KEEP_ALIVE_SECS = 600
+# Servers forget a chief that is silent for so long by their clocks, which may be set; TensorFlow gives it 10 minutes.
+# They end when they have lost their chief.
+_KEEP_ALIVE_SECS = 100_000_000
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
@@ -289,7 +290,7 @@ def server_def() -> tf.train.ServerDef | None:
 def set_server_def(definition: tf.train.ServerDef) -> None:
     """Connects this process; `tf.config.experimental_connect_to_cluster` would rename its job and change its config."""
     with _deterministic_serialization():
-        context.set_server_def(definition)
+        context.context().set_server_def(definition, _KEEP_ALIVE_SECS)
 
 
 def forget_server_def(present: tf.train.ServerDef | None) -> None:
@@ -348,7 +349,7 @@ def update_server_def(definition: tf.train.ServerDef) -> None:
     library = _tensorflow_library()
     own = context.context()
     if library is None:
-        context.update_server_def(definition)
+        own.update_server_def(definition, _KEEP_ALIVE_SECS)
         return
     serialized = definition.SerializeToString()
     status = ctypes.c_void_p(library.TF_NewStatus())

@@ -21,17 +21,21 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)
 
 
+def commands_of(page: Path) -> list[list[str]]:
+    """The arguments of the `python -m kdist` commands in blocks of bash of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for b in blocks for line in b.replace("\\\n", " ").splitlines()]
+    # What is for a shell on several machines is tried by the tests of such clusters.
+    return [words[3:] for words in lines if words[:3] == ["python", "-m", "kdist"] and "$H" not in words]
+
+
 def commands() -> list[tuple[str, list[str]]]:
-    """The `python -m kdist` commands in blocks of bash, with their pages."""
-    found = []
+    """The commands of all pages, but those that need the run of another one."""
+    found: list[tuple[str, list[str]]] = []
     for page in PAGES:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                # What is for a shell on several machines is tried by the tests of such clusters.
-                is_new = words[3:] not in [arguments for _, arguments in found]
-                if words[:3] == ["python", "-m", "kdist"] and "$H" not in words and is_new:
-                    found.append((page.relative_to(REPO).as_posix(), words[3:]))
+        for arguments in commands_of(page):
+            if "--again" not in arguments and arguments not in [others for _, others in found]:
+                found.append((page.relative_to(REPO).as_posix(), arguments))
     return found
 
 
@@ -99,20 +103,23 @@ def test_commands_of_the_docs_are_right(page: str, arguments: list[str]) -> None
 
 @pytest.mark.long
 @pytest.mark.cluster
-# tests/cluster/test_runs_on_object_storage.py has a bucket.
-@pytest.mark.parametrize(("page", "arguments"), [each for each in commands() if not any("://" in a for a in each[1])])
-def test_commands_of_the_docs_run(page: str, arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=lambda page: page.name)
+def test_commands_of_the_docs_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     from commands import kdist
 
-    # One seed stands for all.
-    arguments = [re.sub(r"^(run\.seed=\d+),.*", r"\1", a) for a in arguments]
-    keys = {a.partition("=")[0] for a in arguments}
-    short_enough = "train.steps" in keys and "-m" not in keys
-    shorter = ["train.epochs=1"] if "train.epochs" in keys else [] if short_enough else ["train.steps=60"]
-    part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
-    shorter += [part] if any(a.startswith("+recipe=mnist") for a in arguments) else []
-    done = kdist(*arguments, *shorter, cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
+    for given in commands_of(page):
+        # tests/cluster/test_runs_on_object_storage.py has a bucket.
+        if any("://" in text for text in given):
+            continue
+        # One seed stands for all.
+        arguments = [re.sub(r"^(run\.seed=\d+),.*", r"\1", text) for text in given]
+        keys = {text.partition("=")[0] for text in arguments}
+        has_end = keys & {"train.more_epochs", "train.more_steps"} or ("train.steps" in keys and "-m" not in keys)
+        shorter = ["train.epochs=1"] if "train.epochs" in keys else [] if has_end else ["train.steps=60"]
+        part = f"data.path={REPO / 'recipes' / 'mnist_part.npz'}"
+        shorter += [part] if any(text.startswith("+recipe=mnist") for text in arguments) else []
+        done = kdist(*arguments, *shorter, cwd=tmp_path, timeout=200)
+        assert done.returncode == 0, f"{' '.join(given)}\n{done.stderr}"
 
 
 def _messages() -> str:
