@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,11 +167,11 @@ def forget_copies_for_tasks() -> None:
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """Keeps XLA's auto-clustering from the operations in this context, while a function is traced.
+    """Keeps XLA's auto-clustering from the operations in this context, if a function is being traced.
 
     It takes some whose sizes are known only when they run, such as those of the rows for the ids of a batch, and fails.
     """
-    with tf.xla.experimental.jit_scope(compile_ops=False):
+    with nullcontext() if tf.executing_eagerly() else tf.xla.experimental.jit_scope(compile_ops=False):
         yield
 
 

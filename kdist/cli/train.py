@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -54,18 +54,19 @@ def run(arguments: list[str]) -> int:
     parsed = parse_command_line(arguments)
     if run_dir is None:
         run_dir = record_folder(parsed)
-    earlier = [] if run_dir is None else use_again(run_dir, parsed)
+    # The overrides of the run that is run again.
+    parsed.earlier = [] if run_dir is None else use_again(run_dir, parsed)
     if parsed.multirun:
         _run_sweep(parsed)
     elif parsed.cfg or parsed.info or parsed.hydra_help or parsed.shell_completion:
         _show(parsed, arguments)
     else:
-        _run_once(parsed, earlier)
+        _run_once(parsed)
     return 0
 
 
-def _run_once(parsed: Namespace, earlier: Sequence[str]) -> None:
-    """Runs the job; a task that is not the chief takes part in it. Overrides of an `earlier` run are recorded, too."""
+def _run_once(parsed: Namespace) -> None:
+    """Runs the job; a task that is not the chief takes part in it."""
     from omegaconf import OmegaConf, read_write
 
     from kdist._compat.hydra import run
@@ -79,7 +80,7 @@ def _run_once(parsed: Namespace, earlier: Sequence[str]) -> None:
     # As they were written, with references to variables.
     given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
     with read_write(config.hydra):
-        config.hydra.overrides.task = [*earlier, *given]
+        config.hydra.overrides.task = [*parsed.earlier, *given]
     for_job = without_hydra(config)
     checked, membership = check_job(for_job, parsed)
     if membership is not None and not membership.is_chief:
