@@ -498,6 +498,7 @@ def test_the_value_of_a_variable_is_in_no_message(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINE", "s3cr3t,t0ken=1")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr("kdist.fit.signals.exit_at_once", None)
     assert run(["+recipe=mnist_mlp", "cluster=1ps1w", "train.steps=2", f"{key}=${{oc.env:MINE}}", "run.dir=D"]) != 0
     said = capsys.readouterr()
     assert "${oc.env:MINE}" in said.err
