@@ -32,9 +32,9 @@ __all__ = ["UninitializedVariable", "executor_scope"]
 _DETERMINISTIC_FLAG = "_ZN6google8protobuf2io17CodedOutputStream36default_serialization_deterministic_E"
 #: The priority of the creator by which a `tf.function` notices variables.
 _CREATOR_OF_FUNCTIONS = 50
-# Servers forget a chief that is silent for so long by their clocks, which may be set; TensorFlow gives it 10 minutes.
-# They end when they have lost their chief.
-_KEEP_ALIVE_SECS = 100_000_000
+# A server frees what a chief has there when the chief was silent for so long by the server's clock, which may be set:
+# TensorFlow's 10 minutes are not enough. A day bounds what a worker keeps that was cut off and came back.
+_KEEP_ALIVE_SECS = 86_400
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
