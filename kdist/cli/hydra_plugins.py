@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,18 @@ def write_record(run_dir: Path, config: DictConfig) -> None:
     folder = run_dir / ".hydra"
     make_private(folder)
     hydra = OmegaConf.create({"hydra": HydraConfig.get()})
-    # With the name, which comes from the recipe: a run of this record has none.
-    named = OmegaConf.merge(config, {"run": {"name": config.run.name}})
-    parts = {"config": named, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
+    recorded = copy.deepcopy(config)
+    if _written(config, "name") == RunConfig.name:
+        # It comes from the recipe, and a run of this record has none.
+        recorded.run.name = config.run.name
+    parts = {"config": recorded, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
     for name, part in parts.items():
         write_whole(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
 def has_own_run_dir(config: DictConfig) -> bool:
     """True if the run dir is the default, named by the present second, and not by a Slurm job."""
-    return _is_default(config) and _folder_of_job(config) is None
+    return _written(config, "dir") == RunConfig.dir and _folder_of_job(config) is None
 
 
 def use_run_dir(config: DictConfig) -> None:
@@ -104,7 +107,7 @@ def use_run_dir(config: DictConfig) -> None:
     place, own = Path(str(config.hydra.run.dir)).absolute(), str(config.run.dir)
     # People turn the folder that Hydra makes off by `hydra.run.dir=.`; here, it makes none of its own.
     if place not in (Path.cwd(), (working_folder(own) if is_url(own) else Path(own)).absolute()):
-        if not _is_default(config):
+        if _written(config, "dir") != RunConfig.dir:
             raise ConfigError(
                 f"hydra.run.dir={config.hydra.run.dir}: contradicts run.dir={own}, which says where a run writes; "
                 "leave hydra.run.dir out"
@@ -114,9 +117,10 @@ def use_run_dir(config: DictConfig) -> None:
         config.hydra.run.dir = f"${{{_WORKING_FOLDER}:${{run.dir}}}}"
 
 
-def _is_default(config: DictConfig) -> bool:
-    written: Any = OmegaConf.to_container(config, resolve=False)
-    return bool(written["run"]["dir"] == RunConfig.dir)
+def _written(config: DictConfig, key: str) -> Any:
+    """A value of `run` as it was written."""
+    written: Any = OmegaConf.to_container(config.run, resolve=False)
+    return written[key]
 
 
 def _folder_of_job(config: DictConfig) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from helpers import result_of
 
