@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
@@ -211,6 +211,9 @@ class Checkpoints:
         """Reads a checkpoint, and its deltas up to the first damaged one."""
         while True:
             try:
+                # The values of the model are read by whoever gets them.
+                for each in (path, *deltas):
+                    check_all(each, BESIDE)
                 values.restore(path, deltas)
                 return [path, *deltas][-1]
             except DAMAGE_ERRORS:
@@ -507,11 +510,12 @@ def values_of(path: Path) -> dict[str, np.ndarray]:
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name not in BESIDE}
 
 
-def check_all(path: Path) -> None:
-    """Reads all tensors of a checkpoint, one by one; raises one of `DAMAGE_ERRORS` if it is damaged."""
+def check_all(path: Path, only: Container[str] | None = None) -> None:
+    """Reads all tensors of a checkpoint, or `only` some, one by one; raises one of `DAMAGE_ERRORS` if it is damaged."""
     reader = open_checkpoint(path)
     for name in reader.get_variable_to_shape_map():
-        reader.get_tensor(name)
+        if only is None or name in only:
+            reader.get_tensor(name)
 
 
 def _differences_of(path: Path, values: Values) -> str:
