@@ -119,6 +119,8 @@ def load_trained_run(
                     )
                 check_targets(config if needs_data else replace(config, data=None))
                 found = TrainedRun(config, run, checkpoints, given.step, logs, partial(data or _training_data, config))
+                if checkpoints.folder != run.checkpoints().folder:
+                    log.say(f"reads step {found.step} of {checkpoints.place}")
                 if config.cluster.shape != "local":
                     isolate.require(config.cluster.isolate)
                     sockets.bind_to(config.cluster.bind, all_here=True)
@@ -166,9 +168,6 @@ def _open(run: RunDir, given: Namespace) -> tuple[Config, Checkpoints]:
     try:
         recorded = _read(run)
         checkpoints = run.find_checkpoints(given.step, best=given.best)
-        if checkpoints.folder != run.checkpoints().folder:
-            step = checkpoints.steps()[-1] if given.step is None else given.step
-            log.say(f"reads step {step} of {checkpoints.place}")
         return _compose(run, recorded, as_hydra_reads(given.overrides), bool(checkpoints.steps())), checkpoints
     except ConfigError as error:
         raise ConfigError(f"{run}: {error}") from None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 _REFERENCE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)")
+_SHORT = 3
 #: What messages show in the place of each value.
 _references: dict[str, str] = {}
 
@@ -23,7 +24,9 @@ def as_written(message: str) -> str:
     """The message, in which values of variables are references to them again."""
     # A value may be a part of another one.
     for value in sorted(_references, key=len, reverse=True):
-        message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)", _references[value], message)
+        # A short one may be a word or a number of the message itself.
+        before = r"(?<![\w.])" if len(value) > _SHORT else r"(?<=[='\"])"
+        message = re.sub(rf"{before}{re.escape(value)}(?!\w|\.\d)", _references[value], message)
     return message
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 SEED = "run.seed"
@@ -77,3 +78,13 @@ def overrides_of_job() -> list[str]:
         return []
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return list(overrides)
+
+
+def sweep_of_job() -> Path | None:
+    """The folder of the sweep whose trial is the job that Hydra runs; None if it is none."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    return Path(HydraConfig.get().sweep.dir)

@@ -56,7 +56,7 @@ class FileFormat(abc.ABC):
 
     def read(self, path: tf.Tensor, block: tf.Tensor) -> Any:
         """The records of one block, as a batch; traced for the workers. Not called for a block that is whole."""
-        raise NotImplementedError
+        raise ConfigError(f"{type(self).__name__}: has no method read, by which a block of a file is read")
 
     def check(self, path: Path) -> None:
         """Looks at a file on the chief, before a worker reads it; see `SplitEnumerator.check`."""

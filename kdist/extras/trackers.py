@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist.config.checks import check_more_than_zero, check_one_of
-from kdist.config.hparams import flat
+from kdist.config.hparams import flat, sweep_of_job
 from kdist.errors import ConfigError, install_command
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
@@ -77,16 +77,6 @@ class Tracker(Hook, abc.ABC):
     def _name(self) -> str:
         """The run dir, and the folder that it is in."""
         return "/".join(self._run_dir.absolute().parts[-2:])
-
-    @property
-    def _sweep_folder(self) -> Path | None:
-        """The folder of the sweep whose trial this run is; None if it is none."""
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
-        if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-            return None
-        return Path(HydraConfig.get().sweep.dir)
 
     def before_fit(self, run_dir: Path, result: Result) -> None:
         self._run_dir = run_dir
@@ -235,7 +225,7 @@ class MlflowTracker(Tracker):
         tags = {"mlflow.source.name": " ".join(sys.argv), "kdist.run_dir": str(self._run_dir.absolute())}
         if result.git is not None:
             tags["mlflow.source.git.commit"] = result.git["commit"]
-        if (folder := self._sweep_folder) is not None:
+        if (folder := sweep_of_job()) is not None:
             tags["mlflow.parentRunId"] = self._parent(identity, folder)
         return str(self._client.create_run(identity, tags=tags, run_name=self._name).info.run_id)
 
@@ -309,7 +299,7 @@ class WandbTracker(Tracker):
         self._is_ours = wandb.run is None
         self._had_service = "WANDB_SERVICE" in os.environ
         if self._is_ours:
-            folder = self._sweep_folder
+            folder = sweep_of_job()
             self._run: Any = wandb.init(
                 project=self._project,
                 entity=self._entity,

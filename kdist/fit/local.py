@@ -14,7 +14,7 @@ import numpy as np
 from kdist._compat.keras import main_optimizer
 from kdist.cluster.local import log_path
 from kdist.cluster.network import isolate
-from kdist.config.hparams import of_run
+from kdist.config.hparams import of_run, sweep_of_job
 from kdist.console import lines
 from kdist.data.base import TrainingData
 from kdist.errors import ConfigError
@@ -114,7 +114,7 @@ class LocalFit(Hook):
                 f"kdist: stopped by {session.stopped_by} at step {session.global_step}; last checkpoint: {newest}"
             )
             # A sweep says how to finish it.
-            if newest is not None and not {"-m", "--multirun"} & set(sys.argv):
+            if newest is not None and sweep_of_job() is None:
                 print_line(lines.how_to_resume(str(fit.files), None if fit.began is None else sys.argv[1:]))
             signals.raise_received()
         self._print_end(session, time.monotonic() - (started if fit.began is None else fit.began))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ assert trainer.predict(inputs, verbose=0).shape == (256, 1)
 
 def run(*arguments: str, cwd: Path, **options: object) -> int:
     command = [sys.executable, *RUN, *arguments]
-    done = subprocess.run(command, cwd=cwd, timeout=120, check=False, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, cwd=cwd, timeout=200, check=False, **options)  # type: ignore[call-overload]
     return int(done.returncode)
 
 
@@ -87,6 +88,56 @@ XLA = {"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"}
 def test_xla_clusters_the_operations_of_tasks(cluster: str, tmp_path: Path) -> None:
     assert run(f"cluster={cluster}", cwd=tmp_path, env={**environment(), **XLA}) == 0
     check_is_done(tmp_path)
+
+
+#: A library that sets the clock of a process 50 minutes forward and back, every four seconds.
+CLOCK = """
+#define _GNU_SOURCE
+#include <time.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    struct timespec passed;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &passed);
+    int code = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += passed.tv_sec / 4 % 2 * 3000;
+    return code;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec found;
+    clock_gettime(CLOCK_REALTIME, &found);
+    now->tv_sec = found.tv_sec;
+    now->tv_usec = found.tv_nsec / 1000;
+    return 0;
+}
+"""
+#: A hook that lets steps take so long that servers hear of the chief less often than the clock is set.
+SLOW = """
+import time
+from kdist.hooks import Hook
+
+class Slow(Hook):
+    def due_in(self, step):
+        return 1
+
+    def after_run(self, context, values):
+        time.sleep(1.5)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and gcc")
+def test_a_clock_that_is_set_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "clock.c").write_text(CLOCK)
+    (tmp_path / "slow.py").write_text(SLOW)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=tmp_path, timeout=60, check=True)
+    variables = {**environment(), "LD_PRELOAD": str(tmp_path / "clock.so")}
+    hook = ["+hooks.slow._target_=slow.Slow", "run.trust=[slow]", "train.steps_per_call=1", "train.steps=40"]
+    assert run("cluster=1ps1w", "strategy=sync_replicas", *hook, cwd=tmp_path, env=variables) == 0
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["global_step"]) == ("done", 40)
+    assert result["restarts"] == {"worker": 0, "cluster": 0}
 
 
 @pytest.mark.long

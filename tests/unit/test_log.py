@@ -159,6 +159,16 @@ def test_a_log_that_cannot_be_written_does_not_disturb(tmp_path: Path, capsys: p
     assert (printed.out, printed.err) == ("training goes on\n", "")
 
 
+def test_a_log_that_two_callers_keep_has_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "chief-0.log"
+    with log.file_log(path):
+        log.say("first")
+        with log.file_log(path):
+            log.say("second")
+        log.say("third")
+    assert [line.split()[-1] for line in path.read_text().splitlines()] == ["first", "second", "third"]
+
+
 def test_a_trainer_says_in_a_line_what_it_is(run_dir: Path) -> None:
     trainer = kdist.Trainer(models.mlp, "2ps2w", run_dir=run_dir, name="mnist")
     assert repr(trainer) == f"Trainer(mnist, parameter_server on 2ps2w, run dir {run_dir})"

@@ -105,6 +105,7 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
         signal.pause()
 
 
+@environment_with(_NO_PROXY)
 def serve_until_done(
     membership: Membership,
     config: ClusterConfig,
@@ -124,17 +125,6 @@ def serve_until_done(
         ConfigError: this task differs from the chief.
         ChiefStoppedError: it was stopped before the end of the run, and `cluster.wait_for_next_chief` is set.
     """
-    with environment_with(_NO_PROXY):
-        _serve_until_done(membership, config, before_serving, fingerprint, log_device_placement)
-
-
-def _serve_until_done(
-    membership: Membership,
-    config: ClusterConfig,
-    before_serving: Callable[[], None],
-    fingerprint: TaskFingerprint | None,
-    log_device_placement: bool,
-) -> None:
     task, spec = membership.task, membership.spec
     visible = visible_devices(task, config.devices)
     if visible is not None or task.job == "ps":

@@ -44,6 +44,14 @@ def test_validation_is_of_the_weights_that_a_callback_has_restored(
     assert f"loss {loss:.4f}" in done
 
 
+def test_no_callback_sees_a_validation_after_the_end_of_training(run_dir: Path) -> None:
+    # It has closed its files by then.
+    callbacks = [Restore(), keras.callbacks.TensorBoard(run_dir.with_name("board"))]
+    trainer = kdist.Trainer(build_model, run_dir=run_dir)
+    trainer.fit(x, y, batch_size=40, epochs=2, validation_data=(x, y), callbacks=callbacks)
+    assert trainer.result.status == "done"
+
+
 def test_without_validation_data_a_warning_says_what_the_numbers_are_of(run_dir: Path) -> None:
     with pytest.warns(UserWarning, match="a callback has changed the weights after step 2; without validation_data"):
         kdist.Trainer(build_model, run_dir=run_dir).fit(x, y, batch_size=40, epochs=2, callbacks=[Restore()])

@@ -12,6 +12,7 @@ from fakes import ValuesHere, held_by
 from helpers import in_short
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
+from kdist.model.names import BESIDE
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.run.checkpoint import Checkpoints
 
@@ -168,6 +169,17 @@ def test_a_damaged_checkpoint_is_left_out_with_one_warning(checkpoints: Checkpoi
     with pytest.warns(UserWarning, match="ckpt-2 is damaged; skipped") as warned:
         assert restored_kernel(checkpoints) == 1
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_wrong_byte_in_what_is_beside_the_model_is_damage_as_well(checkpoints: Checkpoints, name: str) -> None:
+    with_two(checkpoints)
+    value = np.array(0x1122334455667788)
+    checkpoints.write(3, ValuesHere({**VALUES, name: value}), keep=9)
+    (path,) = (p for p in checkpoints.folder.glob("ckpt-3.data-*") if value.tobytes() in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(value.tobytes(), (value + 1).tobytes()))
+    with pytest.warns(UserWarning, match="ckpt-3 is damaged; skipped"):
+        assert restored_kernel(checkpoints) == 2
 
 
 # Of a prime number of bytes one is wrong in turn, which meets each part of a record.
