@@ -37,7 +37,7 @@ from kdist.run.result import Result, final_metrics
 from kdist.run.statistics import BestValues
 from kdist.session import TrainSession
 from kdist.strategies.base import Strategy
-from kdist.strategies.on_store import ServersStrategy
+from kdist.strategies.on_servers import ServersStrategy
 
 
 def run_here(fit: Fit) -> FitOutcome:

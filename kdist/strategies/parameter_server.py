@@ -29,7 +29,7 @@ from kdist.log import Line, record, warn
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
-from kdist.strategies.on_store import ServersStrategy
+from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.prepared_training import PreparedTraining
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 from kdist.strategies.in_graph import InGraphSyncCalls
-from kdist.strategies.on_store import ServersStrategy
+from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.prepared_training import PreparedTraining, no_batch
 
 _TRIES = 3

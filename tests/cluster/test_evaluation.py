@@ -16,7 +16,7 @@ from helpers import tags_of, toy_data, wait_until
 
 import kdist
 from kdist.evaluation import on_workers
-from kdist.strategies import on_store
+from kdist.strategies import on_servers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -56,8 +56,8 @@ def test_workers_validate_what_keras_would(
     if kind == "dataset":
         validation = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(50)
     asked: list[int] = []
-    ask = on_store.ServersStrategy.on_workers
-    monkeypatch.setattr(on_store.ServersStrategy, "on_workers", lambda *a: asked.append(1) or ask(*a))
+    ask = on_servers.ServersStrategy.on_workers
+    monkeypatch.setattr(on_servers.ServersStrategy, "on_workers", lambda *a: asked.append(1) or ask(*a))
     options: dict[str, Any] = {"backup_workers": 1} if strategy == "sync_replicas" else {}
     trainer = kdist.Trainer(build, "1ps2w" if kind == "dataset" else "2ps3w", strategy, run_dir=tmp_path, **options)
     history = trainer.fit(x, y, batch_size=50, epochs=2, validation_data=validation, verbose=0)
