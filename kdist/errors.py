@@ -66,6 +66,18 @@ class DataSourceError(KdistError):
     exit_code = 75
 
 
+class ResizeError(KdistError):
+    """A cluster was not resized; training continues on it as before."""
+
+    exit_code = 75
+
+
+class NoWorkersError(KdistError):
+    """Too many workers have left, and no others have joined in time (exit code 75); the last step is saved."""
+
+    exit_code = 75
+
+
 class TornUpdateError(ClusterError):
     """A worker was lost in the middle of an update that only some servers have applied; the servers are running."""
 

@@ -7,21 +7,27 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kdist.config.schema import RESUME_MODES, RunConfig, TrainConfig
+from kdist.cluster.spec import ClusterChange
+from kdist.config.schema import RESUME_MODES, ClusterConfig, RunConfig, TrainConfig
 from kdist.console import lines
-from kdist.errors import CheckpointError, ClusterError, ConfigError, TornUpdateError
+from kdist.errors import CheckpointError, ClusterError, ConfigError, NoWorkersError, TornUpdateError
 from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
+from kdist.hooks.data_position import hooks_of
 from kdist.log import say, warn
 from kdist.model.names import LEARNING_RATE
+from kdist.run.resizes import Resize, Resizer, ResizeRequest, ResizeRequests
+from kdist.run.result import now
 from kdist.run.save_state import SaveState
 from kdist.run.statistics import RunStatistics
 
@@ -30,10 +36,11 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kdist.cluster.spec import ClusterShape
     from kdist.model.metrics import MetricTotals
     from kdist.run.checkpoint import Checkpoints
     from kdist.run.summaries import Summaries
-    from kdist.strategies.base import Strategy, TrainingSpec
+    from kdist.strategies.base import PendingResize, Strategy, TrainingSpec
 
 _RUNS_TO_FORGET = 100
 #: Why a session ends that its caller leaves.
@@ -41,7 +48,17 @@ _CALLER = "the caller"
 # A run takes at most this long, for hooks that act by the clock.
 _LONGEST_SECS = 1.0
 _FIRST_STEPS = 16
+#: Seconds between two looks for workers, when there are too few.
+_LOOK_SECS = 0.2
 _GROWTH = 4
+
+
+class Resized(NamedTuple):
+    """The parts of a session that depend on the shape of its cluster, see `TrainSession`."""
+
+    make_strategy: Callable[[], Strategy]
+    spec: TrainingSpec
+    last_step: int | None
 
 
 class TrainSession:
@@ -63,6 +80,12 @@ class TrainSession:
         may_restart_tasks: true if it also resumes after failures that did not leave the tasks running.
         print_line: prints lines about saving and loading.
         clock: returns seconds; replaced in tests.
+        resized: finds what another shape of the cluster changes.
+        requests: changes of the cluster that others ask for.
+        cluster: how long a change of the cluster may take, and how few workers it may leave.
+
+    Attributes:
+        resizes: the changes of the cluster so far.
     """
 
     def __init__(
@@ -79,6 +102,9 @@ class TrainSession:
         may_restart_tasks: bool = True,
         print_line: Callable[[str], None] = say,
         clock: Callable[[], float] = time.monotonic,
+        resized: Callable[[TrainSession, ClusterShape], Resized] | None = None,
+        requests: ResizeRequests | None = None,
+        cluster: ClusterConfig | None = None,
     ) -> None:
         if resume is not None and resume not in RESUME_MODES:
             raise ConfigError(f"run.resume={resume}: choose one of {', '.join(RESUME_MODES)}")
@@ -94,7 +120,11 @@ class TrainSession:
         self.interrupted = False
         self.is_started = False
         self.statistics = RunStatistics()
-        self._make_strategy = make_strategy
+        self._make_strategy, self._resized = make_strategy, resized
+        self.resizes: list[Resize] = []
+        self.cluster = cluster or ClusterConfig()
+        timeout, min_workers = self.cluster.step_timeout, self.cluster.min_workers
+        self._resizer = Resizer(requests or ResizeRequests(), timeout, min_workers)
         self._max_restarts, self._may_restart_tasks = max_restarts, may_restart_tasks
         #: Numbers of times that training has resumed, and of these on a new cluster, and of restarts of workers in the
         #: clusters before the present one.
@@ -122,6 +152,7 @@ class TrainSession:
             self._close()
             raise
         self.is_started = True
+        self._resizer.requests.open(self.run_dir, self.strategy.meeting_place)
         return self
 
     def should_stop(self) -> bool:
@@ -167,6 +198,30 @@ class TrainSession:
         except ClusterError as error:
             self._go_back(error)
             return None
+
+    def resize(
+        self,
+        workers: int | None = None,
+        ps: int | None = None,
+        move: str | None = None,
+        why: str = "session.resize",
+    ) -> Future[Resize]:
+        """Changes the cluster while it trains; may be called from a hook, and in any thread.
+
+        Args:
+            workers, ps: the number of workers, and of parameter servers, to have; None for as many as there are.
+            move: a server, as `ps:0`, whose values another one takes, which joins in its place.
+            why: for the record.
+
+        Returns:
+            The change, once it is made. It is made between two runs: the thread that calls `run` must not wait for it.
+            Its errors are a `ConfigError` if it is refused, and a `ResizeError` if it has failed; then training
+            continues on the cluster as it was.
+
+        Raises:
+            ConfigError: a value cannot be read.
+        """
+        return self._resizer.requests.add(ClusterChange.of(workers, ps, move), why)
 
     def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Returns the values that training changes, by name, when no step is in flight; only `names` if given."""
@@ -264,6 +319,9 @@ class TrainSession:
             self._close()
 
     def _run(self) -> RunValues | None:
+        self._resizer.advance(self.strategy, self.global_step, self._finish_resize)
+        if self.strategy.num_workers < self.cluster.min_workers:
+            self._wait_for_workers()
         step = self.global_step
         num_steps = max(1, self._run_length.fewest(hook.due_in(step) for hook in self.hooks))
         context = RunContext(self, step, num_steps)
@@ -305,14 +363,57 @@ class TrainSession:
         self._run_length.observe(values)
         return values
 
+    def _wait_for_workers(self) -> None:
+        """Waits until there are enough workers again; saves, and ends training, if they do not join in time."""
+        cluster = self.cluster
+        few = f"{self.strategy.num_workers} of at least {cluster.min_workers} workers (cluster.min_workers) are left"
+        at_most = f"{cluster.patience_for_workers:g} s (cluster.patience_for_workers)"
+        warn(f"{few}; waiting for others to join, at most {at_most}")
+        self._take_begun()
+        deadline = self._clock() + cluster.patience_for_workers
+        while self.strategy.num_workers < cluster.min_workers and not self.interrupted:
+            if self._clock() > deadline:
+                self._saves.write(self.strategy.values, keep=sys.maxsize)
+                raise NoWorkersError(f"{few}, and no other one has joined within {at_most}; the last step is saved")
+            time.sleep(_LOOK_SECS)
+            self._resizer.advance(self.strategy, self.global_step, self._finish_resize)
+
+    def _finish_resize(self, request: ResizeRequest, pending: PendingResize) -> Resize:
+        # A checkpoint that is being written is of the servers as they are.
+        self._saves.settle(cluster_is_there=True)
+        started = self._clock()
+        of_shape = Resized(self._make_strategy, self.spec, self.last_step)
+        if self._resized is not None:
+            of_shape = self._resized(self, pending.after)
+        spec = self.strategy.finish_resize(pending, of_shape.spec)
+        seconds = self._clock() - started
+        self._went_on_since = None
+        if pending.changes_servers:
+            self._saves.note_move()
+        self._make_strategy, self.last_step = of_shape.make_strategy, of_shape.last_step
+        if spec.data is not self.spec.data:
+            # Their state is that of the session from now on.
+            self.hooks[:0] = hooks_of(spec.data.splits, resumes=True)
+        self.spec = spec
+        before, after, waited = str(pending.before), str(pending.after), time.monotonic() - request.asked
+        done = Resize(self.global_step, before, after, str(request.change), request.why, seconds, waited, now())
+        self.resizes.append(done)
+        self.print_line(lines.resize_line(self.global_step, self.last_step, done.to_dict()))
+        for hook in self.hooks:
+            hook.after_resize(self, done)
+        return done
+
     def _end(self) -> None:
-        # Steps that were begun ahead of the last run: the hooks see them as well.
-        if begun := self.strategy.drain():
-            self._run_in(RunContext(self, self.global_step, begun), begun)
+        self._take_begun()
         # Some steps of a discarded call may have been applied.
         self.global_step = self.strategy.values.global_step()
         for hook in self.hooks:
             hook.end(self)
+
+    def _take_begun(self) -> None:
+        """Lets the hooks see the steps that were begun ahead of the last run as well."""
+        if begun := self.strategy.drain():
+            self._run_in(RunContext(self, self.global_step, begun), begun)
 
     def _insist(self, function: Callable[[], T]) -> T:
         """Calls a function that needs the cluster; if the cluster fails after the last step, trains to that step again.
@@ -366,6 +467,7 @@ class TrainSession:
             try:
                 with self._recovery_is_ours():
                     if not cluster_is_there:
+                        self._resizer.begin_again()
                         self._num_new_clusters += 1
                         self._num_worker_restarts += self.strategy.worker_restarts
                         self.strategy.stop()
@@ -411,6 +513,7 @@ class TrainSession:
     def _close(self) -> None:
         self.strategy.is_interrupted = self.interrupted
         with ExitStack() as closing:
+            closing.callback(self._resizer.close, self.strategy)
             # All are called even if one raises; the last one first.
             for close in (self.strategy.stop, self.summaries.close, *(hook.close for hook in reversed(self.hooks))):
                 closing.callback(close)

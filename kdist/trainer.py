@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,14 @@ import numpy as np
 from kdist import log
 from kdist._compat.keras import in_order
 from kdist.cluster.resolve import common_seed, membership_of, with_given
-from kdist.cluster.spec import Membership
+from kdist.cluster.spec import ClusterChange, Membership
 from kdist.config.checks import STOP_SIGNALS, check_verbose
 from kdist.config.hparams import plain
 from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import ClusterConfig, Config, RunConfig, TrainConfig, strategy_config
 from kdist.console import live
 from kdist.data.sources import split_validation
+from kdist.errors import ConfigError
 from kdist.evaluation.evaluate import WorkerPool, evaluate, predict
 from kdist.fit.finished import finished_outcome
 from kdist.fit.follow import EndedSession, follow_chief, not_the_chief
@@ -42,6 +44,7 @@ from kdist.hooks.keras_callbacks import (
 )
 from kdist.model.source import USE_VALUES, WRITE_VALUES, ModelSource
 from kdist.parameters.placement.plan import PlacementPlan
+from kdist.run.resizes import Resize, ResizeRequests
 from kdist.run.result import Origin, Result
 from kdist.run.run_dir import RunDir, name_of_program
 from kdist.session import TrainSession
@@ -213,6 +216,8 @@ class Trainer:
         self.result = Result()
         self._left_on_servers: Fit | None = None
         self._num_fits = 0
+        #: Changes of the cluster that are asked for while a fit is running.
+        self._requests: ResizeRequests | None = None
 
     def __repr__(self) -> str:
         return f"Trainer({self.name}, {self.strategy_name} on {self._place.shape}, run dir {self.files})"
@@ -350,6 +355,28 @@ class Trainer:
             finally:
                 self._take(local.outcome())
 
+    def resize(
+        self, workers: int | None = None, ps: int | None = None, move: str | None = None, why: str = "trainer.resize"
+    ) -> Future[Resize]:
+        """Changes the cluster of the fit that is running, from a hook or callback, or in another thread.
+
+        Args:
+            workers, ps: the number of workers, and of parameter servers, to have; None for as many as there are.
+            move: a server, as `ps:0`, whose values another one takes, which joins in its place.
+            why: for `result.json`, which records each change.
+
+        Returns:
+            The change, once it is made, between two steps. Its errors are a `ConfigError` if it is refused, and a
+            `ResizeError` if it has failed; then training continues on the cluster as it was.
+
+        Raises:
+            ConfigError: a value cannot be read, or no fit is running.
+        """
+        change = ClusterChange.of(workers, ps, move)
+        if self._requests is None:
+            raise ConfigError(f"resize({change}): no fit is running")
+        return self._requests.add(change, why)
+
     def evaluate(
         self,
         x: Any = None,
@@ -464,7 +491,11 @@ class Trainer:
             if self._follows_run and self._resume in ("auto", "must"):
                 stored = self.files.checkpoints().seed()
                 self.seed = self.seed if stored is None else stored
-            yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits().going_on()
+            self._requests = fit.requests
+            try:
+                yield replace(fit, config=fit.config.with_values(run={"seed": self.seed})).within_limits().going_on()
+            finally:
+                self._requests = None
 
     def _outcome_of(self, fit: Fit) -> FitOutcome:
         self._source.withhold()

@@ -43,6 +43,7 @@ COMMANDS = {
     "evaluate": Command("kdist.cli.evaluate", "RUN_DIR", "loss and metrics of a checkpoint"),
     "predict": Command("kdist.cli.predict", "RUN_DIR --input F --output F", "outputs for the rows of a file"),
     "export": Command("kdist.cli.export", "RUN_DIR --to DIR", "a SavedModel for serving"),
+    "resize": Command("kdist.cli.resize", "RUN_DIR workers=4", "more or fewer tasks for a run that is training"),
     "runs": Command("kdist.sweeps.command", "FOLDER", "all runs below a folder, compared"),
     "launch": Command("kdist.extras.ssh.command", "-H h1:2,h2:2 -- ...", "trains on other machines, over ssh"),
 }

@@ -53,7 +53,7 @@ _PARTS = {
 }
 
 
-class _Parser(ArgumentParser):
+class Parser(ArgumentParser):
     """Raises a ConfigError instead of printing usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -64,7 +64,7 @@ class _Parser(ArgumentParser):
 
 def parser_for(command: str, description: str) -> ArgumentParser:
     """The parser of a command, with the arguments that all commands take."""
-    parser = _Parser(
+    parser = Parser(
         f"kdist {command}",
         description=description,
         epilog=_EPILOG,

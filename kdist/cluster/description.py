@@ -45,11 +45,13 @@ class TaskFingerprint:
     op_libraries: Sequence[str] = ()
 
     @classmethod
-    def of(cls, spec: ClusterSpec, config: Mapping[str, Any]) -> TaskFingerprint:
-        """The fingerprint of this process; `config` is as in `result.json`."""
+    def of(cls, spec: ClusterSpec | None, config: Mapping[str, Any]) -> TaskFingerprint:
+        """The fingerprint of this process; `config` is as in `result.json`, `spec` is None for a task that joins."""
         versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
         versions |= {name: _version(name) for name in ("tensorflow", "keras")}
-        addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
+        addresses: dict[str, Sequence[str]] = {}
+        if spec is not None:
+            addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
         given = flat({name: config[name] for name in _GROUPS if name in config}, with_empty=True)
         if "fit" not in config:
             # That of a program is random if it is not given.
@@ -75,7 +77,8 @@ def differences(chief: TaskFingerprint, other: TaskFingerprint) -> list[str]:
     """Names each difference of a task from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
     versions = [(name, version, other.versions.get(name)) for name, version in chief.versions.items()]
     found = [f"{name} {of_other}, chief {of_chief}" for name, of_chief, of_other in versions if of_chief != of_other]
-    addresses = chief.addresses.items()
+    # A task that joins a cluster which is training has been told by the chief where the others are.
+    addresses = chief.addresses.items() if other.addresses else ()
     pairs: list[tuple[str, Any, Any]] = [(f"addresses of {job}", at, other.addresses.get(job)) for job, at in addresses]
     if chief.is_of_program == other.is_of_program:
         keys = {**chief.config, **other.config}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +15,12 @@ from kdist.cluster.network.names import environment_with, without_proxy
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.chief_board import VersionCheck, chief_server, tell_tasks
+from kdist.cluster.processes.chief_board import AskedByTasks, VersionCheck, chief_server, tell_tasks
 from kdist.cluster.processes.child import end_children, start_child, task_environment
 from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import Cluster, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, ConfigError
 from kdist.log import warn
 
 _STOP_SECS = 5.0
@@ -40,6 +41,9 @@ class ExternalCluster(Cluster):
         self.any_chief_port = config.chief_port is None
         self._address, self._own_task = chief_server(spec)
         self._version_check: VersionCheck | None = None
+        self._asked: AskedByTasks | None = None
+        #: The addresses of tasks that were given a place, and until when they have to take it.
+        self._joining: dict[Task, tuple[str, float]] = {}
         self._at_end = ExitStack()
         self._is_launched = self._all_there = False
 
@@ -86,6 +90,67 @@ class ExternalCluster(Cluster):
                 raise not_met(late, self._probes.found() | silent, self._config.start_timeout)
             time.sleep(_POLL_SECS)
         self._all_there = True
+        self._asked = AskedByTasks(self.spec)
+
+    def tasks_to_leave(self) -> set[Task]:
+        return set() if self._asked is None else self._asked.leaving() & set(self.spec.tasks)
+
+    def tasks_to_join(self) -> Counter[str]:
+        return Counter() if self._asked is None else Counter(job for _, job, _ in self._asked.joining)
+
+    @property
+    def meeting_place(self) -> str | None:
+        return self._address
+
+    def check_leaving(self, leaving: Collection[Task]) -> None:
+        if self._own_task in leaving:
+            raise ConfigError(f"{self._own_task} is the chief as well, and cannot leave; to end the run, stop it")
+
+    def begin_to_add(self, num_ps: int, num_workers: int) -> list[Task]:
+        assert self._asked is not None
+        wanted = [*["ps"] * num_ps, *["worker"] * num_workers]
+        waiting = self._asked.joining
+        if Counter(wanted) - Counter(job for _, job, _ in waiting):
+            return super().begin_to_add(num_ps, num_workers)
+        places = [*self.spec.free_places("ps", num_ps), *self.spec.free_places("worker", num_workers)]
+        given = {}
+        for task in places:
+            given[task] = next(asked for asked in waiting if asked[1] == task.job)
+            waiting.remove(given[task])
+        spec = self.spec.with_tasks({task: address for task, (_, _, address) in given.items()})
+        deadline = time.monotonic() + self._config.start_timeout
+        for task, (name, _, address) in given.items():
+            if self._version_check is not None:
+                self._version_check.forget(task)
+            self._joining[task] = address, deadline
+            self._probes.add(task, address)
+            self._tcp_timeouts.add(address)
+            self._at_end.enter_context(environment_with(without_proxy([address])))
+            place = {"index": task.index, "ps": spec.ps, "worker": spec.worker, "chief": spec.chief}
+            self._asked.answer(name, place)
+        return places
+
+    def are_ready(self, joining: Collection[Task]) -> bool:
+        found, check = self._probes.found(), self._version_check
+        for task in joining:
+            address, deadline = self._joining[task]
+            if check is not None and (differs := check.mismatches.get(str(task))):
+                raise ClusterError(f"{task} at {address} differs from the chief: {'; '.join(differs)}")
+            if time.monotonic() > deadline:
+                raise not_met({task: address}, found, self._config.start_timeout)
+        serve = self._probes.listening().issuperset(joining)
+        return serve and (check is None or all(map(check.has_reported, joining)))
+
+    def admit(self, joining: Collection[Task]) -> None:
+        self.spec = self.spec.with_tasks({task: self._joining.pop(task)[0] for task in joining})
+
+    def dismiss(self, leaving: Collection[Task]) -> None:
+        self.spec = self.spec.without([task for task in leaving if task not in self._joining])
+        for task in leaving:
+            self._joining.pop(task, None)
+            self._probes.remove(task)
+            if self._asked is not None:
+                self._asked.answer(str(task), {"left": True})
 
     def _missing(self) -> set[Task]:
         tasks, own = self.spec.addresses.keys(), self._own_task
@@ -101,10 +166,10 @@ class ExternalCluster(Cluster):
     def lost_tasks(self) -> dict[Task, str]:
         """The tasks that refuse connections, or have been silent for longer than `patience`."""
         lost = self._probes.lost() if self._all_there else {}
-        return {task: f"is lost ({why})" for task, why in lost.items()}
+        return {task: f"is lost ({why})" for task, why in lost.items() if task not in self._joining}
 
     def silent_tasks(self) -> set[Task]:
-        return self._probes.silent() if self._all_there else set()
+        return self._probes.silent() - self._joining.keys() if self._all_there else set()
 
     def disconnect(self, task: Task) -> None:
         self._tcp_timeouts.disconnect(self.spec.address(task))

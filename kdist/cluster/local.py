@@ -15,7 +15,7 @@ from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.processes import watchdog
 from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
-from kdist.cluster.processes.server import READY, TaskOptions
+from kdist.cluster.processes.server import LEAVES, READY, TaskOptions
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
@@ -64,6 +64,8 @@ class LocalCluster(Cluster):
         self._children: dict[Task, Child] = {}
         #: Tasks that were restarted and do not serve yet.
         self._starting: set[Task] = set()
+        #: The addresses of tasks that are to join.
+        self._joining: dict[Task, str] = {}
         self._guard: Child | None = None
         self._guard_secs = self._config.step_timeout + _GUARD_EXTRA_SECS
         #: Process ids of tasks that were killed because they were stopped.
@@ -80,15 +82,15 @@ class LocalCluster(Cluster):
         forks = fork_server(log_path(self.log_dir, self.shape.tasks[0]))
         self._fork_server = self._at_end.enter_context(forks)
         self._at_end.callback(self._end_children)
-        for task in self.shape.tasks:
-            self._children[task] = self._launch(task)
+        for task in self.spec.tasks:
+            self._children[task] = self._launch(task, self.spec)
 
     def wait(self) -> None:
         """Waits until every task serves; starts all of them again if a port was taken in the meantime."""
         for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._wait_until_ready()
-                self._watch_over(self.shape.tasks)
+                self._watch_over(self.spec.tasks)
                 return
             except ClusterError:
                 port_taken = any("Address already in use" in child.log_tail() for child in self._children.values())
@@ -104,6 +106,7 @@ class LocalCluster(Cluster):
         end_children(self._children.values(), _STOP_SECS)
         self._children.clear()
         self._starting.clear()
+        self._joining.clear()
         if self._guard is not None:
             end_children([self._guard], _STOP_SECS)
             self._guard = None
@@ -116,9 +119,50 @@ class LocalCluster(Cluster):
 
     def restart(self, task: Task) -> bool:
         end_children([self._children[task]], _STOP_SECS)
-        self._children[task] = self._launch(task)
+        self._children[task] = self._launch(task, self.spec)
         self._starting.add(task)
         return True
+
+    def tasks_to_leave(self) -> set[Task]:
+        # What a task says that was restarted shows that it serves.
+        tasks = set(self.spec.of_job("worker")) & self._children.keys() - self._starting
+        pipes = {self._children[task].stdout.fileno(): task for task in tasks}
+        told = set()
+        for pipe in connection.wait(list(pipes), 0.0):
+            if isinstance(pipe, int) and LEAVES in os.read(pipe, 1 << 10):
+                told.add(pipes[pipe])
+        return told
+
+    def begin_to_add(self, num_ps: int, num_workers: int) -> list[Task]:
+        tasks = [*self.spec.free_places("ps", num_ps), *self.spec.free_places("worker", num_workers)]
+        ports = self._at_end.enter_context(held_ports(len(tasks)))
+        self._joining = {task: f"127.0.0.1:{port}" for task, port in zip(tasks, ports)}
+        spec = self.spec.with_tasks(self._joining)
+        for task in tasks:
+            self._children[task] = self._launch(task, spec)
+        return tasks
+
+    def are_ready(self, joining: Collection[Task]) -> bool:
+        pipes = {task: self._children[task].stdout.fileno() for task in joining}
+        ready = connection.wait(list(pipes.values()), 0.0)
+        for task in joining:
+            child = self._children[task]
+            if child.poll() is not None:
+                raise ClusterError(f"{task} exited while starting ({child.how_it_ended()}){child.log_tail()}")
+            if child.is_late:
+                raise self._late([task])
+        return len(ready) == len(pipes)
+
+    def admit(self, joining: Collection[Task]) -> None:
+        self.spec = self.spec.with_tasks({task: self._joining.pop(task) for task in joining})
+        self._watch_over(list(joining))
+
+    def dismiss(self, leaving: Collection[Task]) -> None:
+        self.spec = self.spec.without([task for task in leaving if task not in self._joining])
+        for task in leaving:
+            self._joining.pop(task, None)
+            self._starting.discard(task)
+        end_children([self._children.pop(task) for task in leaving], _STOP_SECS)
 
     def starting_tasks(self) -> set[Task]:
         for task in list(self._starting):
@@ -139,7 +183,8 @@ class LocalCluster(Cluster):
         return {task: child.pid for task, child in self._children.items()}
 
     def lost_tasks(self) -> dict[Task, str]:
-        ended = {task: child for task, child in self._children.items() if child.poll() is not None}
+        children = {task: child for task, child in self._children.items() if task not in self._joining}
+        ended = {task: child for task, child in children.items() if child.poll() is not None}
         if ended and self._guard is not None and connection.wait([self._guard.stdout.fileno()], 0.0):
             self._were_stopped |= {int(pid) for pid in os.read(self._guard.stdout.fileno(), 1 << 16).split()}
         if self._guard is not None and self._guard.poll() is not None:
@@ -158,7 +203,7 @@ class LocalCluster(Cluster):
             warn(f"the watchdog of stopped tasks died ({self._guard.how_it_ended()}); another one watches")
             end_children([self._guard], _STOP_SECS)
             self._guard = None
-            tasks = [task for task in self._children if task not in self._starting]
+            tasks = [task for task in self._children if task not in self._starting | self._joining.keys()]
         if self._guard is None:
             self._guard = start_child(
                 [sys.executable, "-S", watchdog.__file__, "stopped", str(self._guard_secs)], stdout=subprocess.PIPE
@@ -168,8 +213,8 @@ class LocalCluster(Cluster):
             self._guard.stdin.write("".join(f"{self._children[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()
 
-    def _launch(self, task: Task) -> Child:
-        options = TaskOptions(self.spec.jobs, task.job, task.index, *share_of_machine(task, self.shape))
+    def _launch(self, task: Task, spec: ClusterSpec) -> Child:
+        options = TaskOptions(spec.jobs, task.job, task.index, *share_of_machine(task, spec.shape))
         program = TaskProgram(
             "kdist.cluster.processes.server",
             options.to_json(),
@@ -183,13 +228,15 @@ class LocalCluster(Cluster):
         deadline = min(child.deadline for child in self._children.values())
         while waiting:
             if not (ready := connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
-                late = sorted(waiting.values(), key=str)
-                raise ClusterError(
-                    f"{', '.join(map(str, late))} did not respond within {self._config.start_timeout:g} s "
-                    "(cluster.start_timeout)" + self._children[late[0]].log_tail()
-                )
+                raise self._late(sorted(waiting.values(), key=str))
             for pipe in [pipe for pipe in waiting if pipe in ready]:
                 task = waiting.pop(pipe)
                 if os.read(pipe, len(READY)) != READY:
                     child = self._children[task]
                     raise ClusterError(f"{task} exited while starting ({child.how_it_ended()}){child.log_tail()}")
+
+    def _late(self, tasks: Sequence[Task]) -> ClusterError:
+        return ClusterError(
+            f"{', '.join(map(str, tasks))} did not respond within {self._config.start_timeout:g} s "
+            "(cluster.start_timeout)" + self._children[tasks[0]].log_tail()
+        )

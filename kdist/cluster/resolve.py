@@ -12,14 +12,18 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from kdist._compat.imports import quick_import
 from kdist.cluster import slurm
-from kdist.cluster.network.names import check_private
+from kdist.cluster.network.names import check_private, own_address
 from kdist.cluster.spec import CHIEF, EVALUATOR, ClusterShape, ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ConfigError
 
+#: In the run dir of a chief that trains: a folder that is open to its user alone, and a file in it with its address.
+CONTROL_FOLDER, CHIEF_FILE = ".resize", "chief"
 # A host name, an IPv4 address, or an IPv6 address in brackets.
 _ADDRESS = re.compile(r"(?:[^\s,/:\[\]]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})")
 _JOBS = ("ps", "worker", "chief")
@@ -61,9 +65,13 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
             raise ConfigError(
                 f"cluster.job is not given: with cluster=hosts say what this process is: {', '.join(ROLES)}"
             )
+        if config.job in ("ps", "worker") and not config.ps and not config.worker and (config.chief or config.join):
+            return _joined(config)
+        if config.join is not None:
+            raise ConfigError("cluster.join: is for a worker or server that joins, without lists of addresses")
         addresses = {"ps": config.ps, "worker": config.worker, "chief": [config.chief] if config.chief else []}
         return membership_at(addresses, config.job, 0 if config.task is None else config.task, _HOSTS)
-    for key in ("ps", "worker", "chief", "job", "task"):
+    for key in ("ps", "worker", "chief", "job", "task", "join"):
         if getattr(config, key) not in (None, []):
             raise ConfigError(f"cluster.{key}: is for cluster=hosts, not for cluster={config.shape}")
     if config.shape == "tf_config":
@@ -72,6 +80,35 @@ def _described(config: ClusterConfig, environment: Mapping[str, str]) -> Members
     if membership is None and config.chief_port is not None:
         raise ConfigError(f"cluster.chief_port: is for tasks that others start; kdist starts those of {config.shape}")
     return membership
+
+
+def _joined(config: ClusterConfig) -> Membership:
+    """The membership in a cluster that is training, whose chief gives this process a place."""
+    if config.task is not None:
+        raise ConfigError(f"cluster.task={config.task}: the chief gives a {config.job} that joins its index")
+    if config.chief and config.join:
+        raise ConfigError(f"cluster.join={config.join}: give either this or cluster.chief")
+    chief = config.chief or chief_in(config.join)
+    if _ADDRESS.fullmatch(chief) is None:
+        raise ConfigError(f"cluster.chief: {chief}: is no address; the form is host:port")
+    with quick_import(keras=False):
+        # Imports TensorFlow.
+        from kdist.cluster.processes.chief_board import ask_for_place
+
+    own = own_address(chief, config.start_timeout)
+    return Membership(*ask_for_place(chief, str(config.job), own, config.start_timeout), has_joined=True)
+
+
+def chief_in(run_dir: str | None) -> str:
+    """The address of the chief that trains in a run dir."""
+    path = Path(str(run_dir)) / CONTROL_FOLDER / CHIEF_FILE
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        why = (
+            "nothing trains there whose tasks others start" if isinstance(error, FileNotFoundError) else error.strerror
+        )
+        raise ConfigError(f"cluster.join={run_dir}: {why}") from None
 
 
 def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from kdist.errors import ConfigError
 
@@ -66,6 +68,13 @@ class ClusterShape:
             raise ConfigError(f"cluster={text}: there is one evaluator, beside parameter servers: as in 2ps2w1e")
         return cls(num_ps or 0, num_workers or 0, num_evaluators == 1)
 
+    @classmethod
+    def of_text(cls, text: str) -> ClusterShape:
+        """Undoes `str`: as `parse`, also without a worker, as `2ps0w`."""
+        match = _SHAPE.fullmatch(text)
+        num_ps, num_workers, num_evaluators = (int(n or 0) for n in match.groups()) if match else (0, 0, 0)
+        return cls(num_ps, num_workers, num_evaluators == 1)
+
     @property
     def is_local(self) -> bool:
         """True if everything happens in the chief's own process."""
@@ -78,7 +87,7 @@ class ClusterShape:
         return (*ps, *(Task("worker", i) for i in range(self.num_workers)))
 
     def __str__(self) -> str:
-        if self.num_workers == 0:
+        if self.num_workers == 0 and not self.num_ps:
             return "local"
         ps, evaluator = f"{self.num_ps}ps" if self.num_ps else "", "1e" if self.has_evaluator else ""
         return f"{ps}{self.num_workers}w{evaluator}"
@@ -89,25 +98,61 @@ class ClusterSpec:
     """The addresses (`host:port`) of a cluster's tasks; a cluster spec in TensorFlow's words.
 
     Without a separate `chief`, worker 0 or the process that started the tasks is the chief as well.
+
+    Attributes:
+        left: the tasks that have left a cluster that was resized; others may take their places.
     """
 
     ps: tuple[str, ...]
     worker: tuple[str, ...]
     chief: str | None = None
+    left: frozenset[Task] = frozenset()
 
     @property
     def shape(self) -> ClusterShape:
-        return ClusterShape(len(self.ps), len(self.worker))
+        return ClusterShape(len(self.of_job("ps")), len(self.of_job("worker")))
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Every task except chief and evaluator: parameter servers first, then workers."""
+        return tuple(task for task in ClusterShape(len(self.ps), len(self.worker)).tasks if task not in self.left)
+
+    def of_job(self, job: str) -> list[Task]:
+        """The tasks of a job."""
+        return [task for task in self.tasks if task.job == job]
+
+    def free_places(self, job: str, number: int) -> list[Task]:
+        """So many places for tasks to join: those of tasks that have left, then new ones."""
+        places, taken, index = list[Task](), set(self.of_job(job)), 0
+        while len(places) < number:
+            if (task := Task(job, index)) not in taken:
+                places.append(task)
+            index += 1
+        return places
+
+    def with_tasks(self, joining: Mapping[Task, str]) -> ClusterSpec:
+        """The same cluster with more tasks, at free places."""
+        hosts = {"ps": list(self.ps), "worker": list(self.worker)}
+        for task, address in sorted(joining.items(), key=lambda each: each[0].index):
+            hosts[task.job][task.index : task.index + 1] = [address]
+        return replace(self, ps=tuple(hosts["ps"]), worker=tuple(hosts["worker"]), left=self.left - joining.keys())
+
+    def without(self, tasks: Collection[Task]) -> ClusterSpec:
+        """The same cluster when some of its tasks have left."""
+        return replace(self, left=self.left | {*tasks})
 
     @property
     def jobs(self) -> dict[str, list[str]]:
-        """Addresses of servers and workers by job, as `tf.train.ClusterSpec` takes them, without empty jobs."""
+        """Addresses of servers and workers by job, as `tf.train.ClusterSpec` takes them, without empty jobs.
+
+        The places of tasks that have left are among them.
+        """
         return {job: list(hosts) for job, hosts in (("ps", self.ps), ("worker", self.worker)) if hosts}
 
     @property
     def addresses(self) -> dict[Task, str]:
         chief = {CHIEF: self.chief} if self.chief else {}
-        return chief | {task: self.address(task) for task in self.shape.tasks}
+        return chief | {task: self.address(task) for task in self.tasks}
 
     def port(self, task: Task) -> int:
         return int(self.address(task).rpartition(":")[2])
@@ -116,9 +161,89 @@ class ClusterSpec:
         """The address of a task; raises `ConfigError` if the cluster has no such task."""
         hosts = self.jobs.get(task.job, [])
         if not 0 <= task.index < len(hosts):
-            have = ", ".join(map(str, self.shape.tasks))
+            have = ", ".join(map(str, self.tasks))
             raise ConfigError(f"the cluster has no task {task}; it has {have}")
         return hosts[task.index]
+
+
+@dataclass(frozen=True)
+class ClusterChange:
+    """A change of the tasks of a cluster that is training.
+
+    Attributes:
+        workers, ps: the number of tasks of the job to have; None for as many as there are.
+        move: a server whose values another one is to take, which joins in its place.
+        leave: a task that is to leave.
+    """
+
+    workers: int | None = None
+    ps: int | None = None
+    move: Task | None = None
+    leave: Task | None = None
+
+    #: The forms of `parse`.
+    FORMS: ClassVar[str] = "workers=4, ps=3, move=ps:0, leave=worker:1, or a shape, as 3ps4w"
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> ClusterChange:
+        """Reads `workers=4`, `ps=3`, `move=ps:0` and shapes; raises `ConfigError` for others."""
+        change = cls()
+        for word in words:
+            key, _, value = word.partition("=")
+            if match := re.fullmatch(r"ps:(\d+)", value) if key == "move" else None:
+                change = replace(change, move=Task("ps", int(match[1])))
+            elif match := re.fullmatch(r"(ps|worker):(\d+)", value) if key == "leave" else None:
+                change = replace(change, leave=Task(match[1], int(match[2])))
+            elif key == "workers" and value.isdecimal():
+                change = replace(change, workers=int(value))
+            elif key == "ps" and value.isdecimal():
+                change = replace(change, ps=int(value))
+            elif not value and _SHAPE.fullmatch(word):
+                shape = ClusterShape.parse(word)
+                change = replace(change, workers=shape.num_workers, ps=shape.num_ps or change.ps)
+            else:
+                raise ConfigError(f"{word}: cannot be read as a change of a cluster; give {cls.FORMS}")
+        if change.leave is not None and change != cls(leave=change.leave):
+            raise ConfigError(f"{change}: give leave alone")
+        if change == cls():
+            raise ConfigError(f"nothing to change is given; give {cls.FORMS}")
+        return change
+
+    @classmethod
+    def of(cls, workers: int | None, ps: int | None, move: str | None) -> ClusterChange:
+        """The change of these values; raises `ConfigError` as `parse`."""
+        given = {"workers": workers, "ps": ps, "move": move}
+        return cls.parse([f"{key}={value}" for key, value in given.items() if value is not None])
+
+    def applied_to(self, spec: ClusterSpec) -> ClusterShape:
+        """The shape of a cluster after it.
+
+        Raises:
+            ConfigError: it leaves no task of a job, or moves a server that does not exist.
+        """
+        shape = spec.shape
+        for key, task in (("move", self.move), ("leave", self.leave)):
+            if task is not None and task not in spec.tasks:
+                raise ConfigError(f"{key}={task}: there is no such task; there are {', '.join(map(str, spec.tasks))}")
+        if self.leave is not None:
+            if self.leave.job == "ps" and shape.num_ps == 1:
+                raise ConfigError(f"leave={self.leave}: no other server can take its values; give move={self.leave}")
+            is_ps = self.leave.job == "ps"
+            return replace(shape, num_ps=shape.num_ps - is_ps, num_workers=shape.num_workers - (not is_ps))
+        num_ps, num_workers = (n if wanted is None else wanted for n, wanted in self._numbers(shape))
+        for number, had, job in ((num_workers, True, "workers"), (num_ps, shape.num_ps, "ps")):
+            if number < 1 and had:
+                raise ConfigError(f"{job}={number}: must be at least 1")
+        if num_ps and not shape.num_ps:
+            raise ConfigError(f"ps={num_ps}: {shape} has no parameter servers, and none can join")
+        return replace(shape, num_ps=num_ps, num_workers=num_workers)
+
+    def _numbers(self, shape: ClusterShape) -> list[tuple[int, int | None]]:
+        return [(shape.num_ps, self.ps), (shape.num_workers, self.workers)]
+
+    def __str__(self) -> str:
+        given = {"workers": self.workers, "ps": self.ps, "move": self.move, "leave": self.leave}
+        return " ".join(f"{key}={value}" for key, value in given.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +252,8 @@ class Membership:
 
     spec: ClusterSpec
     task: Task
+    #: Whether it has joined a cluster that was training.
+    has_joined: bool = False
     #: Whether a program that uses kdist started the tasks, on this machine, for one of its fits.
     started_by_kdist: bool = False
 
@@ -196,6 +323,43 @@ class Cluster(abc.ABC):
     def restart(self, task: Task) -> bool:
         """Restarts an exited task at its address, and returns at once; False if others start the tasks."""
         return False
+
+    def tasks_to_leave(self) -> set[Task]:
+        """The tasks that were told to leave since this was called last, as by SIGTERM."""
+        return set()
+
+    def tasks_to_join(self) -> Counter[str]:
+        """The number of tasks, by job, that others have started and that wait for a place."""
+        return Counter()
+
+    @property
+    def meeting_place(self) -> str | None:
+        """The address at which tasks that others start ask for a place; None if this process starts all."""
+        return None
+
+    def check_leaving(self, leaving: Collection[Task]) -> None:  # noqa: B027
+        """Refuses, with a `ConfigError`, to do without tasks that cannot leave."""
+
+    def begin_to_add(self, num_ps: int, num_workers: int) -> list[Task]:
+        """Starts tasks that are to join, and returns at once; they are no part of the cluster before `admit`.
+
+        Raises:
+            ConfigError: others start the tasks of this cluster.
+        """
+        raise ConfigError(
+            "others start the tasks of this cluster, so that this process cannot start any: a worker joins when "
+            "somebody starts one with the address of the chief"
+        )
+
+    def are_ready(self, joining: Collection[Task]) -> bool:
+        """True if all of these tasks serve; raises `ClusterError` if one has exited, or takes too long."""
+        return True
+
+    def admit(self, joining: Collection[Task]) -> None:  # noqa: B027 - others admit those that have come
+        """Makes tasks that serve a part of the cluster."""
+
+    def dismiss(self, leaving: Collection[Task]) -> None:  # noqa: B027
+        """Lets tasks exit, whether they are a part of the cluster or were to join it."""
 
     @property
     def pids(self) -> Mapping[Task, int]:

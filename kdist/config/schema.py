@@ -51,6 +51,15 @@ class ClusterConfig:
     max_worker_restarts: int = 3
     """How often each lost worker of a local cluster is restarted; at least 0."""
 
+    min_workers: int = 1
+    """How many workers a cluster that is resized keeps; with fewer, training waits for others. At least 1."""
+
+    scaler: str = "auto"
+    """+hooks=autoscale: `local` processes, `none` (says what is better), `auto`, or a command with {workers}, {ps}."""
+
+    patience_for_workers: float = 600.0
+    """Seconds to wait for workers if fewer than `min_workers` are left; then the run saves and ends. More than 0."""
+
     patience: float = 15.0
     """Tasks that others start: seconds without a response after which a task counts as lost; at least 1."""
 
@@ -68,6 +77,9 @@ class ClusterConfig:
 
     chief: Optional[str] = None
     """cluster=hosts: address of the chief, if it is a task of its own."""
+
+    join: Optional[str] = None
+    """cluster=hosts: the run dir of a run that this process joins as a `worker` or `ps`; or give `chief` alone."""
 
     job: Optional[str] = None
     """cluster=hosts: the job of this process: `ps`, `worker`, `chief` or `evaluator`."""
@@ -96,6 +108,8 @@ class ClusterConfig:
         checks.check_one_of("cluster.isolate", self.isolate, ("never", "auto", "must"))
         checks.check_more_than_zero("cluster.start_timeout", self.start_timeout)
         checks.check_more_than_zero("cluster.step_timeout", self.step_timeout)
+        checks.check_more_than_zero("cluster.patience_for_workers", self.patience_for_workers)
+        checks.check_whole_number("cluster.min_workers", self.min_workers, at_least=1, required=True)
         if self.patience < 1:
             raise ConfigError(f"cluster.patience={self.patience:g}: must be at least 1")
         checks.check_port("cluster.chief_port", self.chief_port)

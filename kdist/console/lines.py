@@ -123,6 +123,13 @@ def best_line(step: int, last_step: int | None, best: int) -> Line:
     return _line("best", _wide_step(step, last_step), what, step=step, values={"best_step": best})
 
 
+def resize_line(step: int, last_step: int | None, resize: Mapping[str, Any]) -> Line:
+    """`resize | step   1200/2000 | 2ps2w -> 3ps4w | 1.8 s`, as `result.json` has it; a move leaves the shape."""
+    before, after = resize["from"], resize["to"]
+    change = f"{before} -> {after}" if before != after else f"{after}, {resize['change']}"
+    return _line("resize", _step(step, last_step), change, f"{resize['seconds']:.1f} s", step=step, values=resize)
+
+
 def wait_line(step: int, last_step: int | None, place: str, idle_secs: float) -> Line:
     """`wait  | step    500/2000 | incoming/*.csv: all data read; waiting up to 3600 s for more`"""
     return event_line("wait", step, last_step, f"{place}: all data read; waiting up to {idle_secs:g} s for more")

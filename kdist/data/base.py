@@ -87,6 +87,20 @@ class TrainingData(abc.ABC):
         """Batches of all workers in one pass over the data; None if it is not known, or the data has no end."""
         return None
 
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        """The number of batches of a share in its first `num_passes` passes; None if nobody knows.
+
+        `dataset` for worker `share` of `num_shares` has these batches, and may begin with any of them.
+        """
+        return None
+
+    def place_of(self, worker: int, first_step: int, first_batch: int) -> tuple[int, int, int]:
+        """The share that a worker reads, the number of its next seeds, and its next batch."""
+        return worker, first_step, first_batch
+
+    def forget(self, worker: int | None = None) -> None:  # noqa: B027 - only shares that travel are kept
+        """Drops the handles to what was sent to a worker, or to all workers, and is kept for later."""
+
     def fingerprint(self) -> str | None:
         """Tells it from other data, however it is read; None if nobody knows."""
         return None
@@ -172,7 +186,8 @@ def make_dataset(
         first_batch: the number of batches that the worker has read by then.
     """
     with tf.device("CPU:0"):
-        numbers = [tf.constant(number, tf.int64) for number in (worker_index, first_step, first_batch)]
+        places = data.place_of(worker_index, first_step, first_batch)
+        numbers = [tf.constant(number, tf.int64) for number in places]
         return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
 
 

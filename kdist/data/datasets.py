@@ -36,6 +36,10 @@ class DatasetData(TrainingData):
     def batches_per_pass(self, num_workers: int) -> int | None:
         return self._num_batches
 
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        # Every n-th batch of the passes, one after the other.
+        return None if self._num_batches is None else max(0, -(-(num_passes * self._num_batches - share) // num_shares))
+
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.string)]
 

@@ -424,6 +424,10 @@ class FileData(TrainingData):
             return -(-self._files.num_records // self._batch_size)
         return self._batches_of_worker(num_workers) * self._num_parts(num_workers)
 
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        is_shared = self.splits is None and self._num_parts(num_shares) == num_shares
+        return num_passes * self._batches_of_worker(num_shares) if is_shared else None
+
     def _num_parts(self, num_workers: int) -> int:
         """The number of parts of an epoch; with fewer records than workers, all of them read everything."""
         return num_workers if num_workers <= self._files.num_records else 1

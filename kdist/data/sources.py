@@ -67,6 +67,10 @@ class ArrayData(TrainingData):
     def batches_per_pass(self, num_workers: int) -> int:
         return self._batches_of_worker(num_workers) * self._num_parts(num_workers)
 
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        # With fewer examples than shares, there are none.
+        return num_passes * self._batches_of_worker(num_shares) if self._num_parts(num_shares) == num_shares else None
+
     def specs(self, num_workers: int) -> list[tf.TensorSpec]:
         return [spec for column in self._columns for spec in column.specs(self._max_rows(num_workers))]
 

@@ -56,12 +56,14 @@ class Splits(abc.ABC):
         arrive: they keep arriving, so that a run waits for them.
         have_lengths: `batches_left` knows how much of a split is left, so that a call can have several steps.
         pass_through_chief: this process reads them, and sends them to the workers.
+        are_endless: there is always another one.
     """
 
     place: str
     arrive: ClassVar[bool] = False
     have_lengths: ClassVar[bool] = False
     pass_through_chief: ClassVar[bool] = False
+    are_endless: ClassVar[bool] = False
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -70,6 +72,8 @@ class Splits(abc.ABC):
         self._waiting: deque[Any] = deque()
         self._reading: dict[int, Any] = {}
         self._batches: Counter[int] = Counter()
+        #: How many splits each worker was given.
+        self._given: Counter[int] = Counter()
         #: For splits that lost readers: the place of the last one, and how many in a row were lost there.
         self._lost: dict[str, tuple[int, int]] = {}
 
@@ -90,6 +94,7 @@ class Splits(abc.ABC):
                 if not self._waiting:
                     raise NothingToRead
                 self._reading[worker] = self._waiting.popleft()
+                self._given[worker] += 1
                 self._changed.notify_all()
             split: Split = self._reading[worker]
             return split
@@ -98,6 +103,10 @@ class Splits(abc.ABC):
         """The split that a worker is reading."""
         return self._reading.get(worker)
 
+    def num_given(self, worker: int) -> int:
+        """The number of splits that a worker was given; another one is another split."""
+        return self._given[worker]
+
     def num_batches(self, worker: int) -> int:
         """The number of batches that a worker has read, of all its splits."""
         return self._batches[worker]
@@ -105,6 +114,16 @@ class Splits(abc.ABC):
     def batches_left(self, worker: int) -> int | None:
         """The batches that a worker has not read of its split; None if nobody knows, or it has none."""
         return None
+
+    def reserve(self, worker: int, most: int) -> int:
+        """The number of batches, at most `most`, that the next call of a worker reads; they are of one split.
+
+        Raises `NothingToRead` if there is no split for it.
+        """
+        if most == 1:
+            return 1
+        self.assign(worker)
+        return min(most, self.batches_left(worker) or 1)
 
     def advance(self, worker: int, num_batches: int = 1) -> None:
         """Counts batches that a worker has read."""

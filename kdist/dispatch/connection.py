@@ -102,10 +102,7 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
         protocol="grpc",
         default_session_config=tf_compat.session_config(),
     )
-    for this_job, other_job in (("worker", "ps"), ("ps", "worker")):
-        filters = definition.cluster_device_filters.jobs.add(name=this_job).tasks
-        for index in range(spec.num_tasks(this_job)):
-            filters[index].device_filters[:] = [f"/job:{other_job}", f"/job:{_JOB}"]
+    _set_filters(definition)
     try:
         (tf_compat.set_server_def if served is None else tf_compat.update_server_def)(definition)
     except tf.errors.OpError:
@@ -147,6 +144,7 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
         for task in without:
             if task.job == job.name:
                 del job.tasks[task.index]
+    _set_filters(definition)
     try:
         tf_compat.update_server_def(definition)
     except tf.errors.OpError:
@@ -164,6 +162,20 @@ def disconnect() -> None:
     alone.ClearField("cluster_device_filters")
     _replace_jobs(alone, [])
     tf_compat.update_server_def(alone)
+
+
+#: The jobs that each job sends tensors to, besides this process. Values move from server to server.
+_PEERS = {"worker": ["ps"], "ps": ["worker", "ps"]}
+
+
+def _set_filters(definition: tf.train.ServerDef) -> None:
+    """Lets each task see those tasks only that it sends tensors to."""
+    definition.ClearField("cluster_device_filters")
+    for job in definition.cluster.job:
+        if peers := _PEERS.get(job.name):
+            filters = definition.cluster_device_filters.jobs.add(name=job.name).tasks
+            for index in job.tasks:
+                filters[index].device_filters[:] = [f"/job:{peer}" for peer in [*peers, _JOB]]
 
 
 def _replace_jobs(definition: tf.train.ServerDef, jobs: Iterable[Any]) -> None:

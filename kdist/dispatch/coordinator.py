@@ -11,7 +11,7 @@ import gc
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -78,7 +78,7 @@ class Finished:
 class Disabled(Enum):
     """The reasons why a connected worker gets no calls."""
 
-    NO_DATA, STARTS_LATER, FAILED = range(3)
+    NO_DATA, STARTS_LATER, FAILED, LEAVES = range(4)
 
 
 class Calls:
@@ -108,6 +108,8 @@ class Calls:
         with self._changed:
             self._began.pop(worker, None)
             while not self._is_stopped:
+                if worker not in self._own:
+                    return None
                 if worker in self.available and (calls := self._own[worker] or self._shared):
                     self._began[worker] = time.monotonic()
                     return calls.popleft()
@@ -142,16 +144,31 @@ class Calls:
         """Removes a worker; returns the calls that only it could have run."""
         with self._changed:
             self.connected.discard(worker)
-            calls = list(self._own[worker])
-            self._own[worker].clear()
+            own = self._own.get(worker, deque())
+            calls = list(own)
+            own.clear()
         return calls
 
     def admit(self, worker: int) -> None:
+        """Gives calls to a worker that has joined, or returned."""
         with self._changed:
+            self._own.setdefault(worker, deque())
             self.connected.add(worker)
             # It is another process, whose data starts over.
             self._disabled -= {(worker, Disabled.NO_DATA), (worker, Disabled.FAILED)}
             self._changed.notify_all()
+
+    def drop(self, worker: int) -> None:
+        """Forgets a worker that has left and was removed; its thread ends."""
+        with self._changed:
+            self._own.pop(worker, None)
+            self._disabled = {(other, reason) for other, reason in self._disabled if other != worker}
+            self._changed.notify_all()
+
+    def is_calling(self, worker: int) -> bool:
+        """True while a worker runs a call."""
+        with self._changed:
+            return worker in self._began
 
     def stop(self) -> None:
         with self._changed:
@@ -220,9 +237,7 @@ class Coordinator:
     ) -> None:
         self._supervisor = supervisor
         self._cluster = cluster = supervisor.cluster
-        self._spec = tf.train.ClusterSpec(cluster.spec.jobs)
         self._timeout = timeout
-        self._workers = range(len(cluster.spec.worker))
         self._grace_secs = grace_secs
         self._interrupted_at: float | None = None
         self._has_cancelled = False
@@ -234,16 +249,72 @@ class Coordinator:
         #: Connected workers whose calls failed because their hosts do not respond; they get no calls until they do.
         self._away: set[int] = set()
         #: Failures of a connected worker since its last result.
-        self._failures = dict.fromkeys(self._workers, 0)
+        self._failures: Counter[int] = Counter()
         self._last_check = time.monotonic()
         # Functions that are already garbage would be looked up on every task, which does not know them.
         gc.collect()
         first_calls.forget()
         connect(self._spec, cluster.chief_address, any_port=cluster.any_chief_port)
         for worker in self._workers:
-            # Left behind in a call that never returns, it ends with the process.
-            work = partial(_work, worker, self.calls, self._finished)
-            threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
+            self._start_thread(worker)
+
+    @property
+    def _spec(self) -> tf.train.ClusterSpec:
+        return tf.train.ClusterSpec(self._cluster.spec.jobs)
+
+    @property
+    def _workers(self) -> list[int]:
+        return [task.index for task in self._cluster.spec.of_job("worker")]
+
+    def _start_thread(self, worker: int) -> None:
+        # Left behind in a call that never returns, it ends with the process.
+        work = partial(_work, worker, self.calls, self._finished)
+        threading.Thread(target=work, daemon=True, name=f"kdist-worker-{worker}").start()
+
+    def connect_joined(self, joined: Collection[Task]) -> None:
+        """Connects tasks that serve and have joined the cluster; workers among them get calls from now on.
+
+        Functions that were traced before are sent to them.
+
+        Raises:
+            tf.errors.OpError: one is lost again; then nothing changed, and the cluster has to dismiss it.
+        """
+        workers = [task.index for task in joined if task.job == "worker"]
+        with first_calls.call(None):
+            self.before_tracing()
+            self._insist_on(partial(self._reconnect, and_with=workers), but=joined)
+        for worker in workers:
+            self.calls.admit(worker)
+            self._start_thread(worker)
+
+    def have_finished(self, workers: Collection[int]) -> bool:
+        """Gives workers no more calls; true if they run none."""
+        for worker in workers:
+            self.calls.disable(worker, Disabled.LEAVES)
+        return not any(map(self.calls.is_calling, workers))
+
+    def disconnect(self, leaving: Collection[Task]) -> None:
+        """Closes the connections with tasks; no handle to an object on them may be left, and workers run no calls."""
+        for task in leaving:
+            if task.job == "worker":
+                self.calls.remove(task.index)
+                self.calls.drop(task.index)
+                self._failures.pop(task.index, None)
+                self._away.discard(task.index)
+        gc.collect()
+        self._insist_on(partial(self._reconnect, without=leaving))
+        self._supervisor.forget(leaving)
+
+    def _insist_on(self, connect: Callable[[], None], but: Collection[Task] = ()) -> None:
+        """Connects, if a worker is lost at that moment without it, unless it is one of `but`."""
+        for number in range(_TRIES):
+            try:
+                connect()
+                return
+            except OUT_OF_REACH:
+                if number == _TRIES - 1 or self._supervisor.lost_soon().keys() & {*but}:
+                    raise
+                self.check_tasks()
 
     def submit(self, function: Callable[[int], Any], tag: Any = None) -> None:
         """Calls `function` for the next free worker, and again for another one if that worker is lost."""
@@ -448,8 +519,7 @@ class Coordinator:
         return ask(self._connected() - self._cluster.silent_tasks(), timeout)
 
     def _connected(self) -> set[Task]:
-        servers = {task for task in self._cluster.spec.shape.tasks if task.job == "ps"}
-        return servers | {Task("worker", worker) for worker in self.calls.connected}
+        return {*self._cluster.spec.of_job("ps")} | {Task("worker", worker) for worker in self.calls.connected}
 
     def _has_failed(self, worker: int, error: BaseException | None) -> None:
         """Removes a worker whose call failed, if it is lost; otherwise lets it try again.
@@ -489,16 +559,17 @@ class Coordinator:
                 return
             self._cluster.reconnect(Task("worker", worker))
             try:
-                self._reconnect(and_with=worker)
+                self._reconnect(and_with=[worker])
             except OUT_OF_REACH:
                 return
         self._on_return(worker)
         self.calls.admit(worker)
 
-    def _reconnect(self, and_with: int | None = None) -> None:
-        connected = {*self.calls.connected, and_with}
+    def _reconnect(self, and_with: Collection[int] = (), without: Collection[Task] = ()) -> None:
+        connected = {*self.calls.connected, *and_with}
+        away = [Task("worker", worker) for worker in self._workers if worker not in connected]
         with first_calls.call(None):
-            reconnect(self._spec, [Task("worker", worker) for worker in self._workers if worker not in connected])
+            reconnect(self._spec, {*self._cluster.spec.left, *away, *without})
             first_calls.forget()
 
 

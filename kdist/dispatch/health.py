@@ -55,14 +55,14 @@ class Supervisor:
         starting = self.cluster.starting_tasks()
         if servers := {task: how for task, how in lost.items() if task.job == "ps"}:
             raise ClusterError(describe_lost(servers))
-        workers = [task for task in self.cluster.spec.shape.tasks if task.job == "worker"]
+        workers = self.cluster.spec.of_job("worker")
         serving = [task for task in workers if task not in lost and task not in starting]
         for task in workers:
             if task in lost:
                 self._start_again(task, lost[task])
             elif task in serving and task in self._lost_since:
                 self._is_back(task)
-        if self._given_up.issuperset(workers):
+        if workers and self._given_up.issuperset(workers):
             raise ClusterError("no worker is left: " + describe_lost(lost))
         return [task.index for task in serving]
 
@@ -72,6 +72,14 @@ class Supervisor:
         while not (lost := self.cluster.lost_tasks()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)
         return lost
+
+    def forget(self, tasks: Collection[Task]) -> None:
+        """Forgets tasks that have left: others may take their places."""
+        for task in tasks:
+            self._lost_since.pop(task, None)
+            self._how.pop(task, None)
+            self._restarts_of.pop(task, None)
+            self._given_up.discard(task)
 
     def how_lost(self, task: Task) -> str:
         """Describes how a task was lost that does not serve."""

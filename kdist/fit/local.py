@@ -14,6 +14,7 @@ import numpy as np
 from kdist._compat.keras import main_optimizer
 from kdist.cluster.local import log_path
 from kdist.cluster.network import isolate
+from kdist.cluster.spec import CHIEF, ClusterShape
 from kdist.config.hparams import of_run, sweep_of_job
 from kdist.console import lines
 from kdist.data.base import TrainingData
@@ -33,9 +34,10 @@ from kdist.hooks.warm_start import WarmStart
 from kdist.log import warn
 from kdist.model.names import DROPPED_STEPS
 from kdist.model.state import finalize_ema, num_bytes, write_to_model
+from kdist.run.resizes import Resize
 from kdist.run.result import Result, final_metrics
 from kdist.run.statistics import BestValues
-from kdist.session import TrainSession
+from kdist.session import Resized, TrainSession
 from kdist.strategies.base import Strategy
 from kdist.strategies.on_servers import ServersStrategy
 
@@ -64,6 +66,8 @@ class LocalFit(Hook):
         self._tried: Strategy | None = None
         self._resume = fit.resume
         self._overflowed_steps: int | None = None
+        #: Of the cluster, by now.
+        self._shape = str(fit.place.shape)
 
     def outcome(self, error: BaseException | None = None) -> FitOutcome:
         """The outcome of the fit; `error` is what its session raised."""
@@ -118,6 +122,23 @@ class LocalFit(Hook):
                 print_line(lines.how_to_resume(str(fit.files), None if fit.began is None else sys.argv[1:]))
             signals.raise_received()
         self._print_end(session, time.monotonic() - (started if fit.began is None else fit.began))
+
+    def _resized(self, session: TrainSession, shape: ClusterShape) -> Resized:
+        fit, train, spec = self._fit, self._fit.config.train, session.spec
+        # Hooks may not have seen the last steps yet; asynchronous ones have one batch each, whatever the shape.
+        step = session.global_step if session.is_asynchronous else session.strategy.values.global_step()
+        lengths, last_step = fit.lengths_on(shape, spec, step, session.strategy.batches_per_step), session.last_step
+        if lengths is not None and lengths is not spec.epoch_lengths:
+            spec = replace(spec, epoch_lengths=lengths, count=replace(spec.count, begin=lengths.first_step))
+            last_step = last_step_of(train.steps, train.epochs, lengths, fit.count.first_epoch)
+        return Resized(fit.resized(shape).make_strategy, spec, last_step)
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        """Shows where the tasks and values are by now."""
+        self._shape = resize.after
+        self._fit.files.write_plan(session.strategy.plan)
+        if self._session is not None:
+            self._print_tasks(self._session)
 
     def end(self, session: Session) -> None:
         """Gives the model the trained values; a model that is too large has them in a checkpoint."""
@@ -215,6 +236,9 @@ class LocalFit(Hook):
             # Separately started tasks are restarted by those who started them.
             may_restart_tasks=fit.place.membership is None,
             print_line=fit.print_line,
+            resized=self._resized,
+            requests=fit.requests,
+            cluster=fit.config.cluster,
         )
 
     def _data_and_strategy(self) -> tuple[TrainingData, Callable[[], Strategy]]:
@@ -224,7 +248,7 @@ class LocalFit(Hook):
         for all.
         """
         fit, make = self._fit, self._fit.make_strategy
-        data = fit.training_data
+        data = fit.training_data_of_checkpoint
         strategy = make() if data.is_untried else None
         if not isinstance(strategy, ServersStrategy):
             return data, make
@@ -275,7 +299,9 @@ class LocalFit(Hook):
         """Prints the places of separately started tasks, now that all of them have come; with `verbose=3` all tasks."""
         membership = self._fit.place.membership
         if membership is not None:
-            for line in lines.member_lines(membership.spec.addresses, str(membership.task)):
+            chief = {task: membership.spec.addresses[task] for task in [CHIEF] if membership.spec.chief}
+            present = session.strategy.addresses or membership.spec.addresses
+            for line in lines.member_lines({**chief, **present}, str(membership.task)):
                 session.print_line(line)
         if self._fit.config.run.verbose != 3:
             return
@@ -311,6 +337,7 @@ class LocalFit(Hook):
         self._result = fit.result(
             error,
             status=status,
+            cluster=self._shape,
             global_step=session.global_step,
             stopped_by=session.stopped_by,
             workers=session.strategy.num_replicas,
@@ -324,6 +351,7 @@ class LocalFit(Hook):
             restarts=session.restarts,
             extra_steps=statistics.extra_steps,
             overflowed_steps=self._overflowed_steps,
+            resizes=[resize.to_dict() for resize in session.resizes],
         )
         fit.files.write_result(self._result)
         if fit.hparams:

@@ -28,6 +28,7 @@ from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.data.base import Readers, TrainingData
 from kdist.data.epoch_lengths import EpochCount, EpochLengths
+from kdist.data.shares import SharedData, shares_in
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
 from kdist.dispatch import connection
@@ -38,6 +39,7 @@ from kdist.log import say, warn
 from kdist.model.source import ModelSource, preprocessing_of
 from kdist.model.state import num_bytes
 from kdist.parameters.placement.plan import PlacementPlan
+from kdist.run.resizes import ResizeRequests
 from kdist.run.result import Origin, Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
@@ -156,6 +158,7 @@ class Fit:
         goes_on: the count of a fit that trains more on the data from its beginning; None of any other.
         began: the time, of `time.monotonic`, at which the command of this fit began, which has printed the first lines;
             None of a program.
+        requests: changes of its cluster that are asked for.
     """
 
     config: Config
@@ -170,6 +173,7 @@ class Fit:
     num_fits: int = 0
     goes_on: EpochCount | None = None
     began: float | None = None
+    requests: ResizeRequests = field(default_factory=ResizeRequests)
 
     @classmethod
     def of(cls, config: Config, arguments: Mapping[str, Any], place: Place, **others: Any) -> Fit:
@@ -235,6 +239,12 @@ class Fit:
         """The name of the strategy, never `auto`."""
         return registry.resolve(self.config.strategy, self.place.shape)
 
+    def resized(self, shape: ClusterShape) -> Fit:
+        """The same fit on a cluster of another shape."""
+        return replace(
+            self, place=replace(self.place, shape=replace(shape, has_evaluator=self.place.shape.has_evaluator))
+        )
+
     def make_strategy(self) -> Strategy:
         """A new strategy, not started."""
         return self.place.make_strategy(self.config, self.fingerprint)
@@ -243,7 +253,11 @@ class Fit:
     def fingerprint(self) -> TaskFingerprint | None:
         """The properties that separately started tasks must have in common; None compares nothing."""
         membership = self.place.membership
-        return None if membership is None else TaskFingerprint.of(membership.spec, self.record)
+        return (
+            None
+            if membership is None
+            else TaskFingerprint.of(None if membership.has_joined else membership.spec, self.record)
+        )
 
     @property
     def grace_secs(self) -> float:
@@ -289,14 +303,9 @@ class Fit:
         config = self.record
         if self.origin.config is None:
             config = {**config, "fit": {**config["fit"], **self.source.description}}
-        return Result(
-            strategy=self.strategy_name,
-            cluster=str(self.place.shape),
-            error=None if error is None else describe(error),
-            seed=self.config.run.seed,
-            **vars(replace(self.origin, config=config)),
-            **found,
-        )
+        known = {"strategy": self.strategy_name, "cluster": str(self.place.shape), "seed": self.config.run.seed}
+        origin = vars(replace(self.origin, config=config))
+        return Result(error=None if error is None else describe(error), **{**known, **origin, **found})
 
     @property
     def keeps_model_on_servers(self) -> bool:
@@ -351,6 +360,19 @@ class Fit:
             TaskError: the user's code failed to make its first batches.
         """
         return self._data(self._readers())
+
+    @property
+    def training_data_of_checkpoint(self) -> TrainingData:
+        """The same, in as many shares as when the run that is resumed was resized."""
+        data = self.training_data
+        if data.splits is not None or not self.resumes or self.begins_anew or not self.place.shape.num_ps:
+            return data
+        checkpoints = self.files.checkpoints()
+        number = shares_in(checkpoints.data_state(checkpoints.steps()[-1]))
+        is_same = number is not None and data.share_end(0, number, 1) is not None
+        if number is None or not is_same:
+            return data
+        return SharedData(data, number, [0] * number, mixes_epochs=self.strategy_name == "parameter_server")
 
     def data_read_here(self) -> TrainingData:
         """The same, which this process reads for the workers."""
@@ -430,7 +452,31 @@ class Fit:
         step, _ = self._earlier or (self.count.begin, None)
         return None if lengths is None else lengths.continuing(self.count, step)
 
-    def _epoch_lengths(self, data: TrainingData, replicas: int | None) -> EpochLengths | None:
+    def lengths_on(
+        self, shape: ClusterShape, spec: TrainingSpec, step: int, batches_per_step: int
+    ) -> EpochLengths | None:
+        """The lengths of epochs from `step` on, where as much of the data is read, on a cluster of another shape.
+
+        Synchronous steps have as many batches as there are replicas.
+
+        Args:
+            batches_per_step: of steps before.
+        """
+        lengths, data = spec.epoch_lengths, spec.data
+        readers = max(1, self.place.shape.num_workers)
+        fresh = self.resized(shape)._epoch_lengths(data, None, readers)
+        if lengths is None or fresh is None or fresh == replace(lengths, first_step=fresh.first_step):
+            return lengths
+        following = lengths.epoch_at(step) + 1
+        left = (lengths.begin_of(following) - step) * batches_per_step
+        if isinstance(data, SharedData):
+            left = data.splits.left_of_epoch or data.batches_per_pass(readers) or 0
+        steps_left = math.ceil(left / self.resized(shape).make_strategy().batches_per_step)
+        return replace(fresh, first_step=step + steps_left - replace(fresh, first_step=0).begin_of(following))
+
+    def _epoch_lengths(
+        self, data: TrainingData, replicas: int | None, shares: int | None = None
+    ) -> EpochLengths | None:
         steps_per_epoch = self.steps_per_epoch
         joins = self.strategy_name == "multi_worker_mirrored"
         batches_per_step = replicas if joins and replicas else self.make_strategy().batches_per_step
@@ -440,7 +486,7 @@ class Fit:
         if steps_per_epoch is not None and not ends_with_data:
             # A pass has other steps than in Keras, for which the number is made.
             return EpochLengths.of(steps_per_epoch, None)
-        batches = data.batches_per_pass(readers)
+        batches = data.batches_per_pass(shares or readers)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
         return EpochLengths.of(steps_per_epoch, steps_per_pass)
 

@@ -242,10 +242,12 @@ class TaskSignals(_Signals):
         super().__init__(grace_secs, names)
         self.is_serving = False
         self._task = task
+        self._leave: Callable[[], None] = lambda: None
 
-    def begin_to_serve(self) -> None:
-        """From now on the chief may need this task."""
+    def begin_to_serve(self, leave: Callable[[], None] = lambda: None) -> None:
+        """From now on the chief may need this task, and is asked by `leave` to do without it at a signal."""
         self._raise_again()
+        self._leave = leave
         self.is_serving = True
 
     def _raise_again(self) -> None:
@@ -256,9 +258,10 @@ class TaskSignals(_Signals):
         if not self.is_serving:
             log.say(f"done  | {self._task} | stopped by {received.name} before the chief started")
             raise SystemExit(0)
-        warn(f"{self._task}: {received.name}; it serves until the chief has saved, at most {self._grace_secs:g} s")
+        at_most = f"at most {self._grace_secs:g} s"
+        warn(f"{self._task}: {received.name}; it serves until the chief has saved, or does without it, {at_most}")
         late = f"{self._task}: the chief has not ended {self._grace_secs:g} s after {received.name} (run.grace_secs)"
-        self._leave_in_time(received, lambda: late)
+        self._leave_in_time(received, lambda: late, at_once=self._leave)
 
 
 _of_task: list[TaskSignals] = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.errors import ConfigError
+from kdist.hooks.autoscale import Autoscale
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.best_values import BestCheckpoint, EarlyStopping
 from kdist.hooks.checkpoint_saver import CheckpointSaver, CheckpointSaverListener
@@ -30,6 +31,7 @@ _EXTRAS = {
 }
 
 __all__ = [
+    "Autoscale",
     "BestCheckpoint",
     "CheckpointSaver",
     "CheckpointSaverListener",

@@ -12,6 +12,7 @@ A session calls its hooks in this order (after `tf.compat.v1.train.SessionRunHoo
         run n steps
         for hook in hooks: hook.after_run(context, values)      # a hook that saves a delta: hook.after_delta(path)
         # when LoggingTensor reports: hook.after_logging(...); after a validation: hook.after_validation(...)
+        # between two runs, if the cluster has changed: hook.after_resize(...)
     for hook in hooks: hook.end(session)                        # only if nothing was raised
     for hook in hooks: hook.close()                             # always
 
@@ -38,6 +39,7 @@ needs the values of exactly that step overrides `idle_in`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,9 +49,11 @@ import numpy as np
 from kdist.run.statistics import RunValues
 
 if TYPE_CHECKING:
+    from kdist.config.schema import ClusterConfig
     from kdist.model.logs import Logs
     from kdist.model.metrics import MetricTotals
     from kdist.run.checkpoint import Checkpoints
+    from kdist.run.resizes import Resize
     from kdist.run.result import Result
     from kdist.run.summaries import Summaries
     from kdist.strategies.base import Strategy, TrainingSpec
@@ -68,6 +72,7 @@ class Session(Protocol):
         last_step: the global step that `fit` was told to stop at; None if only hooks decide.
         global_step: updates applied, as the hooks have seen them.
         interrupted: whether a signal ends the session.
+        cluster: the config of the cluster.
         print_line: prints a line, unless the user asked for silence.
     """
 
@@ -78,6 +83,7 @@ class Session(Protocol):
     last_step: int | None
     global_step: int
     interrupted: bool
+    cluster: ClusterConfig
     print_line: Callable[[str], None]
 
     @property
@@ -108,6 +114,11 @@ class Session(Protocol):
 
     def stop_diverged(self, reason: str) -> None:
         """Like `request_stop`, and saves no further checkpoint."""
+
+    def resize(
+        self, workers: int | None = None, ps: int | None = None, move: str | None = None, why: str = "session.resize"
+    ) -> Future[Resize]:
+        """Changes the cluster between two of the next runs; see `TrainSession.resize`."""
 
     def read(self, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Returns the values that training changes, by their names in a checkpoint; only `names` if they are given."""
@@ -198,6 +209,9 @@ class Hook:
 
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Called with the validation loss and metrics when the model was validated at `session.global_step`."""
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        """Called when the cluster has other tasks: workers or parameter servers have joined, left or moved."""
 
     def after_progressive_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         """Called with the values of a `ProgressiveValidation`, each time when its examples are all new."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from kdist.console import lines
+from kdist.data.shares import ShareQueue, shares_in
 from kdist.data.splits import SplitQueue, Splits
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
@@ -89,8 +90,21 @@ class Arrivals(DataPosition):
             session.request_stop(ended_by)
 
 
+class SharesPosition(DataPosition):
+    """Continues with shares that any number of workers read, also from a checkpoint of before they were shared."""
+
+    _splits: ShareQueue
+
+    def after_create_session(self, session: Session) -> None:
+        self._splits.last_step = session.last_step if session.is_asynchronous else None
+        state = session.checkpoints.data_state(session.global_step) if self._resumes else None
+        self._splits.restore_at(session.global_step, state if shares_in(state) else None)
+
+
 def hooks_of(splits: Splits | None, *, resumes: bool) -> list[Hook]:
     """Hooks for data that can end; none for other data."""
     if isinstance(splits, SplitQueue):
         return [Arrivals(splits)]
+    if isinstance(splits, ShareQueue):
+        return [SharesPosition(splits, resumes=resumes)]
     return [] if splits is None else [DataPosition(splits, resumes=resumes)]

@@ -7,6 +7,7 @@ import math
 from kdist.config.checks import check_whole_number
 from kdist.errors import ConfigError, NonFiniteError
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
+from kdist.run.resizes import Resize
 
 
 class StopAtStep(Hook):
@@ -40,6 +41,11 @@ class StopAtStep(Hook):
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
         self._stop_if_reached(context.session)
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        # A step of another number of workers has other batches.
+        if self.follows_fit:
+            self.last_step = session.last_step
 
     def due_in(self, step: int) -> int | None:
         return None if self.last_step is None else max(0, self.last_step - step)

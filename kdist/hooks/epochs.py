@@ -15,6 +15,7 @@ from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.hooks.metrics_recorder import MetricsRecorder
 from kdist.log import warn
 from kdist.run.metrics_file import Epoch, epochs_of
+from kdist.run.resizes import Resize
 
 if TYPE_CHECKING:
     from kdist.data.splits import Passes
@@ -117,6 +118,9 @@ class EpochRecorder(Hook):
             self._epoch = following
         elif self.validation_every_steps and step % self.validation_every_steps == 0:
             self._run_validation(context.session)
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        self.lengths = session.spec.epoch_lengths
 
     def _end_batch(self, session: Session) -> None:
         """Ends a batch of the callbacks: as many steps as `compile(steps_per_execution=...)` says, or the rest."""

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.cluster.spec import ClusterShape
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
-from kdist.run.metrics_file import EPOCH, TRAIN, VALIDATION, MetricsFile, Row
+from kdist.run.metrics_file import EPOCH, RESIZE, TRAIN, VALIDATION, MetricsFile, Row
+from kdist.run.resizes import Resize
 from kdist.run.statistics import RunStatistics
 
 
@@ -46,6 +48,14 @@ class MetricsRecorder(Hook):
     def after_validation(self, session: Session, logs: Mapping[str, Any]) -> None:
         logs = {f"val_{name}": value for name, value in logs.items()}
         self._write(session, VALIDATION, self.epoch_of(session.global_step), logs)
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        for shape in map(ClusterShape.of_text, (resize.before, resize.after)):
+            # Both at this step: TensorBoard draws a vertical line.
+            numbers = {"cluster/workers": shape.num_workers, "cluster/servers": shape.num_ps}
+            session.summaries.scalars("train", numbers, session.global_step)
+        tasks = {"workers": shape.num_workers, "servers": shape.num_ps}
+        self._write(session, RESIZE, self.epoch_of(session.global_step), tasks)
 
     def end_epoch(self, session: Session, epoch: int, logs: Mapping[str, Any]) -> None:
         """Writes the line of an epoch; `logs` are its values in `History`."""

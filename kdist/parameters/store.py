@@ -46,6 +46,7 @@ from kdist.parameters.tables.rows import on_each
 from kdist.parameters.tables.table import make_tables
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.initial_values import set_initial_values
+from kdist.parameters.values.moves import move_rows, move_values
 from kdist.parameters.values.named_values import NamedValues
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.storage.tensorflow_paths import open_checkpoint
@@ -161,6 +162,13 @@ class ParameterStore:
         self.dynamic.fill(self.counters.global_step())
         if self.is_remote:
             self.dynamic.hand_over()
+
+    def take_over(self, other: ParameterStore) -> None:
+        """Takes all values of another store, on other servers, in the place of the initial ones."""
+        move_values(other.values, self.values)
+        move_rows(other.dynamic, self.dynamic)
+        copies = other.values.copies.keys() & self.values.copies.keys()
+        self.write({name: value for values in other.values.portions(copies) for name, value in values.items()})
 
     @cached_property
     def sweep(self) -> Callable[[], object] | None:

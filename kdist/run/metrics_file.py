@@ -1,8 +1,8 @@
 """`metrics.csv`: loss, metrics and speed of a run, one line for each report, appended while it trains.
 
 A line has a `kind`: `train`, the steps since the last such line, whenever `LoggingTensor` reports; `validation`, the
-parameters of its step; `epoch`, an epoch of Keras's `History`, with `val_` before the names of validation. An empty
-cell is a value that the line does not have.
+parameters of its step; `epoch`, an epoch of Keras's `History`, with `val_` before the names of validation; `resize`,
+with the numbers of `workers` and `servers` from then on. An empty cell is a value that the line does not have.
 
 Lines are written whole. A file that a killed process has left may end in half a line, which counts as not written.
 """
@@ -26,7 +26,7 @@ from kdist.storage.folder import Folder
 from kdist.storage.lock import check_not_taken_over
 
 NAME = "metrics.csv"
-TRAIN, VALIDATION, EPOCH = "train", "validation", "epoch"
+TRAIN, VALIDATION, EPOCH, RESIZE = "train", "validation", "epoch", "resize"
 #: The first columns; those of metrics follow, first those of training.
 COLUMNS = ("step", "epoch", "kind", "seconds", "learning_rate", "steps_per_second", "staleness")
 #: Added to the name of a metric that is that of one of the first columns.

@@ -134,6 +134,7 @@ class Result:
         extra_steps: steps beyond the requested ones, repeated after the loss of a worker.
         overflowed_steps: steps of the model that updated nothing, because their gradients overflowed; None if the loss
             is not scaled.
+        resizes: the changes of the cluster, see `kdist.run.resizes.Resize`: `from`, `to`, `step`, `why` and others.
         error: the message of the error that ended a failed run.
         config: the resolved config, except for references to the environment: `${oc.env:PASSWORD}` may be a secret.
             Without the command line, the plain arguments of the `Trainer` under the same keys.
@@ -159,6 +160,7 @@ class Result:
     restarts: dict[str, int] = field(default_factory=lambda: {"worker": 0, "cluster": 0})
     extra_steps: int = 0
     overflowed_steps: int | None = None
+    resizes: Sequence[Mapping[str, Any]] = ()
     error: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     overrides: Sequence[str] = ()

@@ -98,6 +98,10 @@ class SaveState:
             if self._begun is not None:
                 self._begun = replace(self._begun, ends=None)
 
+    def note_move(self) -> None:
+        """Notes that other servers have the values, and know of no save: the next checkpoint is a full one."""
+        self._since = None
+
     def restore_values(self, values: Values, others: Checkpoints) -> None:
         """Gives the present step the values of the newest of other checkpoints; it counts as not saved."""
         self.finish(keep=None)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kdist.cluster.spec import CHIEF
 from kdist.data.base import iterator_over, iterator_spec
+from kdist.data.epoch_lengths import EpochCount
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput, RunningStep
@@ -85,6 +86,11 @@ class AllReduce(StoreStrategy):
             return self._function(num_steps)(self._iterators).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
+
+    def begin_data_at(self, count: EpochCount) -> None:
+        """Counts the epochs of the data from another step on."""
+        self._prepared = replace(self._prepared, spec=replace(self._prepared.spec, count=count))
+        self._iterators.clear()
 
     def share(self) -> None:
         """Sends the values of the chief to the other processes, if there are any."""

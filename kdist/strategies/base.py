@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
-from kdist.cluster.spec import Task
+from kdist.cluster.spec import ClusterChange, ClusterShape, Task
 from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
 from kdist.data.epoch_lengths import EpochCount, EpochLengths
@@ -230,6 +230,27 @@ class TrainingSpec:
             ) from None
 
 
+@dataclass(frozen=True)
+class PendingResize:
+    """A change of the tasks of a running strategy that has begun.
+
+    Attributes:
+        before, after: the shape of the cluster.
+        joining: tasks that were started for it, and are no part of the cluster yet.
+        leaving: tasks that are to leave when it is finished.
+    """
+
+    before: ClusterShape
+    after: ClusterShape
+    joining: Sequence[Task] = ()
+    leaving: Sequence[Task] = ()
+
+    @property
+    def changes_servers(self) -> bool:
+        """True if values move."""
+        return any(task.job == "ps" for task in (*self.joining, *self.leaving))
+
+
 class Strategy(abc.ABC):
     """Runs training steps and holds the values that they change.
 
@@ -303,6 +324,58 @@ class Strategy(abc.ABC):
                 stays there.
         """
         return None
+
+    def tasks_to_leave(self) -> set[Task]:
+        """The tasks that were told to leave since this was called last."""
+        return set()
+
+    def tasks_to_join(self) -> ClusterChange | None:
+        """The change by which tasks get a place that others have started; None if none waits."""
+        return None
+
+    @property
+    def meeting_place(self) -> str | None:
+        """The address at which tasks ask for a place; None if they cannot."""
+        return None
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that have not left."""
+        return max(1, self.num_replicas)
+
+    def begin_resize(self, change: ClusterChange) -> PendingResize:
+        """Starts the tasks that are to join, and returns at once; training continues meanwhile.
+
+        Raises:
+            ConfigError: the cluster cannot be changed so, or not at all.
+        """
+        raise ConfigError(f"{change}: a cluster with strategy={self.name} has nothing to resize")
+
+    def may_finish(self, resize: PendingResize) -> bool:
+        """True if the tasks that join serve, and workers that leave have finished their calls.
+
+        Raises:
+            ClusterError: a task that is to join has exited, or takes too long.
+        """
+        return True
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        """Lets tasks join and leave, and moves the values that others are to have.
+
+        Args:
+            spec: of the training.
+
+        Returns:
+            The spec of the training from now on.
+
+        Raises:
+            ResizeError: a task that was to join is lost; nothing has changed.
+            ClusterError: another one is lost.
+        """
+        return spec
+
+    def cancel_resize(self, resize: PendingResize) -> None:  # noqa: B027 - most have none
+        """Ends the tasks that were to join."""
 
     @property
     def worker_losses(self) -> int:

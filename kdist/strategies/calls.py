@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import abc
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -342,7 +342,7 @@ class CallSizer:
 
     def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
         self._fixed = steps_per_call
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._last_step = last_step
         self._step = 0
         self._auto = 1
@@ -382,7 +382,7 @@ class CallSizer:
         at_most, size = min(self.steps_per_call, remaining), 1
         if self._fixed is None:
             # Near the end every worker still gets its share.
-            at_most = min(at_most, math.ceil(remaining / self._num_workers))
+            at_most = min(at_most, math.ceil(remaining / self.num_workers))
         while size * _GROWTH <= at_most:
             size *= _GROWTH
         return size
@@ -406,7 +406,7 @@ class CallSizer:
 
     def _pays(self, larger: int, step_secs: float) -> bool:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
-        if larger > _AUTO_MAX_STEPS or larger * step_secs * self._num_workers > _AUTO_CALL_SECS:
+        if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > _AUTO_CALL_SECS:
             return False
         if _GROWTH * self._cost_secs > _AUTO_PREPARE_SECS:
             return False
@@ -423,10 +423,17 @@ class WorkerIterators:
     def __init__(self, make_dataset: Callable[[int], Any]) -> None:
         self._make_dataset = make_dataset
         self._iterators: dict[int, Any] = {}
+        #: The batches that were read of the present iterator of each worker.
+        self.num_read: Counter[int] = Counter()
+        #: The number of the split that it reads, see `Splits.num_given`.
+        self._splits_read: Counter[int] = Counter()
 
-    def of(self, worker: int) -> Any:
+    def of(self, worker: int, splits: Splits | None = None) -> Any:
         if worker not in self._iterators:
             self._iterators[worker] = iterator_over(self._make_dataset(worker))
+            self.num_read[worker] = 0
+            if splits is not None:
+                self._splits_read[worker] = splits.num_given(worker)
         return self._iterators[worker]
 
     def read(self, worker: int, splits: Splits | None, call: Callable[[Any], T], num_batches: int = 1) -> T:
@@ -442,12 +449,15 @@ class WorkerIterators:
             tf.errors.OpError: from `call`; it names the split.
         """
         if splits is None:
-            return call(self.of(worker))
+            result = call(self.of(worker))
+            self.has_read(worker, splits, num_batches)
+            return result
         while True:
-            if splits.split_of(worker) is None:
-                self.forget(worker)
+            if splits.have_lengths:
+                splits.reserve(worker, num_batches)
+            self.change_split(worker, splits)
             try:
-                result = call(self.of(worker))
+                result = call(self.of(worker, splits))
             except tf.errors.OutOfRangeError:
                 splits.finish(worker)
             except tf.errors.OpError as error:
@@ -457,11 +467,23 @@ class WorkerIterators:
                 if (reason := why_unreadable(error, split)) is None or not splits.skip(worker, reason):
                     raise with_place(error, split) from error
             else:
-                splits.advance(worker, num_batches)
-                if splits.split_of(worker) is None:
-                    # These were its last batches.
-                    self.forget(worker)
+                self.has_read(worker, splits, num_batches)
                 return result
+
+    def change_split(self, worker: int, splits: Splits) -> None:
+        """Drops an iterator over another split than the worker has by now."""
+        has_none = splits.split_of(worker) is None and not splits.are_endless
+        if has_none or self._splits_read[worker] != splits.num_given(worker):
+            self.forget(worker)
+
+    def has_read(self, worker: int, splits: Splits | None, num_batches: int) -> None:
+        """Counts batches that a worker has read."""
+        self.num_read[worker] += num_batches
+        if splits is not None:
+            splits.advance(worker, num_batches)
+            if splits.split_of(worker) is None and not splits.are_endless:
+                # These were its last batches.
+                self.forget(worker)
 
     def read_steps(
         self, worker: int, splits: Splits | None, calls: Mapping[int, Callable[[Any], np.ndarray]]
@@ -474,9 +496,8 @@ class WorkerIterators:
         rows: list[np.ndarray] = []
         while (left := max(calls) - sum(map(len, rows))) > 0:
             try:
-                if splits is not None and max(calls) > 1:
-                    splits.assign(worker)
-                    left = min(left, splits.batches_left(worker) or 1)
+                if splits is not None:
+                    left = splits.reserve(worker, left)
                 num_steps = max(n for n in calls if n <= left)
                 rows.append(self.read(worker, splits, calls[num_steps], num_steps))
             except (NothingToRead, tf.errors.OpError) as error:
@@ -485,7 +506,7 @@ class WorkerIterators:
                 break
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
-    def of_all(self, workers: Sequence[int], coordinator: Coordinator) -> list[Any]:
+    def of_all(self, workers: Sequence[int], coordinator: Coordinator, splits: Splits | None = None) -> list[Any]:
         """The iterators of several idle workers, each of which makes its own meanwhile.
 
         Raises:
@@ -493,7 +514,7 @@ class WorkerIterators:
         """
         missing = [worker for worker in workers if worker not in self._iterators]
         for worker in missing:
-            coordinator.start_on(worker, self.of)
+            coordinator.start_on(worker, partial(self.of, splits=splits))
         for finished in [coordinator.next_finished() for _ in missing]:
             finished.outcome.result()
         return [self._iterators[worker] for worker in workers]

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import tensorflow as tf
 
 from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
-from kdist.cluster.spec import Cluster, ClusterShape, Task
+from kdist.cluster.spec import Cluster, ClusterChange, ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.data.base import TrainingData, first_batch_reader
+from kdist.data.shares import SharedData
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
-from kdist.errors import ClusterError, TaskError, reason
+from kdist.errors import ClusterError, ResizeError, TaskError, reason
 from kdist.log import warn
 from kdist.model.source import overrides_of
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement.messages import Wire
-from kdist.strategies.base import TrainingSpec
+from kdist.strategies.base import PendingResize, TrainingSpec
 from kdist.strategies.calls import Calls, StepLogs, WorkerIterators
 from kdist.strategies.on_store import StoreStrategy
 from kdist.strategies.prepared_training import PreparedTraining, in_terms_of_tables, no_batch, prepare
@@ -64,9 +66,8 @@ class ServersStrategy(StoreStrategy):
         step_timeout: float,
         max_worker_restarts: int,
     ) -> None:
-        self._shape = shape
-        self.num_replicas = shape.num_workers
         self._replicas_per_step = 1
+        self._take_shape(shape, range(shape.num_workers))
         self._placement = options
         self._step_timeout = step_timeout
         self._max_worker_restarts = max_worker_restarts
@@ -146,6 +147,168 @@ class ServersStrategy(StoreStrategy):
                 on_loss=self._is_lost,
             )
 
+    def tasks_to_leave(self) -> set[Task]:
+        return set() if self._cluster is None else self._cluster.tasks_to_leave()
+
+    def tasks_to_join(self) -> ClusterChange | None:
+        if self._cluster is None or not (waiting := self._cluster.tasks_to_join()):
+            return None
+        shape = self._cluster.spec.shape
+        return ClusterChange(workers=shape.num_workers + waiting["worker"], ps=shape.num_ps + waiting["ps"])
+
+    @property
+    def meeting_place(self) -> str | None:
+        return None if self._cluster is None else self._cluster.meeting_place
+
+    @property
+    def num_workers(self) -> int:
+        return self._shape.num_workers
+
+    def begin_resize(self, change: ClusterChange) -> PendingResize:
+        assert self._cluster is not None
+        spec = self._cluster.spec
+        before, after = spec.shape, change.applied_to(spec)
+        if change.leave is None:
+            self._check_shape(after)
+        moved = [] if change.move is None else [change.move]
+        joining, leaving = {"ps": len(moved), "worker": 0}, list[Task](moved)
+        if change.leave is not None:
+            leaving.append(change.leave)
+        jobs = ("ps", after.num_ps, before.num_ps), ("worker", after.num_workers, before.num_workers)
+        for job, number, had in () if change.leave is not None else jobs:
+            joining[job] += max(0, number - had)
+            staying = [task for task in spec.of_job(job) if task not in moved]
+            leaving += staying[len(staying) - max(0, had - number) :]
+        self._cluster.check_leaving(leaving)
+        started = self._cluster.begin_to_add(joining["ps"], joining["worker"]) if any(joining.values()) else []
+        return PendingResize(before, after, started, leaving)
+
+    def _check_shape(self, shape: ClusterShape) -> None:
+        """Refuses, with a `ConfigError`, a shape that the options of the strategy do not allow."""
+
+    def may_finish(self, resize: PendingResize) -> bool:
+        assert self._cluster is not None
+        return self._cluster.are_ready(resize.joining)
+
+    def cancel_resize(self, resize: PendingResize) -> None:
+        if self._cluster is not None and resize.joining:
+            self._cluster.dismiss(resize.joining)
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        cluster, coordinator = self._cluster, self._running()
+        assert cluster is not None
+        spec = self._with_shares(spec)
+        if self._stands_still_for(resize, spec):
+            # Before workers join, which would take calls that are not for them.
+            self._set_calls_aside()
+            self.drain()
+        before = self._workers
+        cluster.admit(resize.joining)
+        workers = [task.index for task in cluster.spec.of_job("worker") if task not in resize.leaving]
+        try:
+            if resize.joining:
+                coordinator.connect_joined(resize.joining)
+            self._take_shape(resize.after, workers)
+            if resize.after.num_workers:
+                self._adapt(resize, spec)
+        except (ClusterError, TaskError, tf.errors.OpError) as error:
+            self._undo(resize, before, error)
+        for task in resize.leaving:
+            if task.job == "worker":
+                if self._splits is not None:
+                    self._splits.give_back(task.index)
+                self._has_returned(task.index)
+        if resize.leaving:
+            with self._explaining():
+                coordinator.disconnect(resize.leaving)
+            cluster.dismiss(resize.leaving)
+        return spec
+
+    def _undo(self, resize: PendingResize, workers: Sequence[int], error: Exception) -> NoReturn:
+        """Continues on the cluster as it was before, if all that was lost was to join it.
+
+        Raises:
+            ResizeError: it continues.
+            ClusterError: it cannot.
+        """
+        cluster, coordinator = self._cluster, self._running()
+        assert cluster is not None
+        assert self._supervisor is not None
+        lost = self._supervisor.lost_soon()
+        if not lost or lost.keys() - {*resize.joining}:
+            if isinstance(error, tf.errors.OpError):
+                raise self._explained(error) from error
+            raise error
+        self._take_shape(resize.before, workers)
+        with self._explaining():
+            coordinator.disconnect(resize.joining)
+        cluster.dismiss(resize.joining)
+        raise ResizeError(f"{describe_lost(lost)} while it joined") from error
+
+    def _take_shape(self, shape: ClusterShape, workers: Sequence[int]) -> None:
+        """Counts on so many tasks from now on, and on these workers."""
+        self._shape, self._workers = shape, list(workers)
+        self.num_replicas = shape.num_workers
+
+    def _number_of(self, worker: int) -> int:
+        # Others may have left.
+        return self._workers.index(worker)
+
+    def _adapt(self, resize: PendingResize, spec: TrainingSpec) -> None:
+        """Makes what depends on the tasks, which are connected by now, for a training with this spec."""
+        prepared = self._prepare_again(spec)
+        assert self._cluster is not None
+        servers = [task for task in self._cluster.spec.of_job("ps") if task not in resize.leaving]
+        plan = prepared.plan(len(servers), self._placement, resize.after.num_workers)
+        plan = replace(plan, tasks=tuple(task.index for task in servers))
+        with self._explaining():
+            self._before_tracing()
+            watch = partial(self._watched, kind="take_over")
+            devices = [task.device for task in servers]
+            store = prepared.store(devices, plan, self._wire, watch, values_of=self._store)
+        self._prepared, self.plan = prepared, plan
+        self._evaluations.clear()
+        self._iterators.clear()
+        self._hold([store])
+        self._make_dataset = prepared.trace_dataset()
+        self._begin_with_store()
+
+    def _stands_still_for(self, resize: PendingResize, spec: TrainingSpec) -> bool:
+        """True if no step may be in flight while the cluster changes, for a training with this spec."""
+        return True
+
+    def _prepare_again(self, spec: TrainingSpec) -> PreparedTraining:
+        """The training, prepared for the present number of workers."""
+        return replace(self._prepared, spec=spec, num_workers=self._shape.num_workers)
+
+    def _begin_with_store(self) -> None:
+        """Makes what uses the store, and is made anew when another one has the values."""
+
+    def _with_shares(self, spec: TrainingSpec) -> TrainingSpec:
+        """The same training, with data that any number of workers can read, if that is possible."""
+        data, number = spec.data, self._prepared.num_workers
+        if data.splits is not None or self._reads_alone or data.share_end(0, number, 1) is None:
+            return spec
+        # What workers have read is known when they have finished their calls.
+        self._set_calls_aside()
+        self.drain()
+        begin, batches_per_step = spec.count.begin, self.batches_per_step
+
+        def batches_at(step: int) -> int:
+            return max(0, step - begin) * batches_per_step // number
+
+        known = {worker: first + self._iterators.num_read[worker] for worker, first in self._first_batches.items()}
+        begins = [known.get(share, batches_at(self._num_applied)) for share in range(number)]
+        shared = SharedData(data, number, begins, batches_at, mixes_epochs=self.is_asynchronous)
+        shared.splits.last_step = spec.last_step
+        shared.splits.begin_to_count(self._num_applied)
+        return replace(spec, data=shared)
+
+    @property
+    def _reads_alone(self) -> bool:
+        """True if a worker reads several batches for a step of its own."""
+        return False
+
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._until_cancelled():
             self._running().interrupted = interrupted
@@ -208,7 +371,7 @@ class ServersStrategy(StoreStrategy):
 
     @property
     def addresses(self) -> Mapping[Task, str]:
-        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._shape.tasks}
+        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._cluster.spec.tasks}
 
     @property
     def pids(self) -> Mapping[Task, int]:
@@ -253,6 +416,7 @@ class ServersStrategy(StoreStrategy):
     def _has_returned(self, worker: int) -> None:
         """Drops the handles to objects on a worker that is a new process now, whose data starts over."""
         self._iterators.forget(worker)
+        self._prepared.spec.data.forget(worker)
         for _, placed in self._evaluations.values():
             for key in [key for key in placed if key[0] == worker]:
                 del placed[key]
@@ -312,6 +476,8 @@ class ServersStrategy(StoreStrategy):
         """Deletes the handles to objects on the tasks, while the tasks are there; a failed start has made only some."""
         self._evaluations.clear()
         self._iterators.clear()
+        with suppress(AttributeError):
+            self._prepared.spec.data.forget()
         self._sweeper = None
         with suppress(AttributeError):
             del self._prepared, self.values, self._store, self._make_dataset
@@ -364,7 +530,7 @@ class ServersStrategy(StoreStrategy):
         if isinstance(error, OUT_OF_REACH) and self._cluster is not None and self._supervisor is not None:
             if lost := self._supervisor.lost_soon():
                 return ClusterError(describe_lost(lost))
-            if who := [str(t) for t in self._shape.tasks if self._cluster.spec.address(t) in error.message]:
+            if who := [str(t) for t in self._cluster.spec.tasks if self._cluster.spec.address(t) in error.message]:
                 return ClusterError(f"{', '.join(who)} is out of reach: {error.message.splitlines()[0]}")
         if isinstance(error, tf.errors.OutOfRangeError):
             return TaskError("a worker", no_batch())

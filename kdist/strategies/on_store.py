@@ -48,14 +48,21 @@ class StoreStrategy(Strategy):
         """Keeps the values in these stores, which are alike; rows of dynamic tables are evicted from now on."""
         self._store = stores[0]
         self.values = StoreValues(stores, self, self._prepared.spec)
+        #: The batches of each worker before those of its iterator.
+        self._first_batches: dict[int, int] = {}
         if (sweep := self._store.sweep) is not None:
             self._sweeper = Sweeper(sweep, partial(self.start_aside, kind="sweep"), self._outcome)
 
     def _dataset(self, worker: int) -> Any:
         """The dataset of a worker, on the task of the caller."""
         spec, num_workers, step = self._prepared.spec, self._prepared.num_workers, self._begins_at(worker)
-        first_batch = (step - spec.count.begin) * self.batches_per_step // num_workers
-        return make_dataset(self._make_dataset, spec.data, worker, num_workers, step, first_batch)
+        first_batch = self._first_batches[worker] = (step - spec.count.begin) * self.batches_per_step // num_workers
+        index = worker if spec.data.splits is not None else self._number_of(worker)
+        return make_dataset(self._make_dataset, spec.data, index, num_workers, step, first_batch)
+
+    def _number_of(self, worker: int) -> int:
+        """The number of a worker, or replica, among those that share the data."""
+        return worker
 
     def _begins_at(self, worker: int) -> int:
         """The global step at which a worker begins to read."""

@@ -26,10 +26,11 @@ from kdist.data.splits import NothingToRead
 from kdist.dispatch.coordinator import Disabled, Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
-from kdist.strategies.base import TrainingSpec
+from kdist.strategies.base import PendingResize, TrainingSpec
 from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.on_servers import ServersStrategy
+from kdist.strategies.on_store import StoreValues
 from kdist.strategies.prepared_training import PreparedTraining
 
 T = TypeVar("T")
@@ -65,6 +66,40 @@ class ParameterServer(ServersStrategy):
         self._in_flight: Counter[int] = Counter()
         self._num_ended = 0
         self._num_prepared: Counter[int] = Counter()
+
+    def _adapt(self, resize: PendingResize, spec: TrainingSpec) -> None:
+        if self._stands_still_for(resize, spec):
+            super()._adapt(resize, spec)
+            return
+        # The other workers train meanwhile.
+        self._prepared = replace(self._prepared, spec=spec)
+        self.values = StoreValues([self._store], self, spec)
+
+    def _stands_still_for(self, resize: PendingResize, spec: TrainingSpec) -> bool:
+        # Without splits, each worker begins with another part of the data.
+        return resize.changes_servers or spec.data.splits is None
+
+    def _begin_with_store(self) -> None:
+        self._make_calls(self._calls.num_ahead)
+
+    def may_finish(self, resize: PendingResize) -> bool:
+        workers = [task.index for task in resize.leaving if task.job == "worker"]
+        if not super().may_finish(resize):
+            return False
+        if workers and not resize.after.num_workers:
+            # Nobody else would take the calls that wait.
+            self.drain()
+        return self._running().have_finished(workers)
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        spec = super().finish_resize(resize, spec)
+        self._sizer.num_workers = max(1, self._shape.num_workers)
+        self._has_more_to_read()
+        return spec
+
+    @property
+    def _reads_alone(self) -> bool:
+        return self.batches_per_step > 1
 
     def start(self, spec: TrainingSpec) -> None:
         super().start(spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -91,8 +92,12 @@ class PreparedTraining:
         call: Callable[[Callable[[], None]], None] = lambda function: function(),
         *,
         is_replicated: bool = False,
+        values_of: ParameterStore | None = None,
     ) -> ParameterStore:
-        """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set."""
+        """Creates the variables on `devices`; `wire` says how their values travel, `call` waits while they are set.
+
+        They get the values of another store, if one is given, or else the initial ones.
+        """
         step = self.replica_step
         variables = ModelVariables(
             step.trainable,
@@ -112,7 +117,7 @@ class PreparedTraining:
             marks_changes=self.spec.saves_deltas,
             is_replicated=is_replicated,
         )
-        call(store.fill)
+        call(store.fill if values_of is None else partial(store.take_over, values_of))
         return store
 
     def present_values(self, store: ParameterStore) -> PresentValues:

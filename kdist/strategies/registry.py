@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.spec import ClusterShape, Membership
-from kdist.config.schema import OPTIONS_OF, ClusterConfig, Config, StrategyConfig, foreign_options, options_of
+from kdist.config.schema import (
+    OPTIONS_OF,
+    ClusterConfig,
+    Config,
+    StrategyConfig,
+    SyncReplicasOptions,
+    foreign_options,
+    options_of,
+)
 from kdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +61,7 @@ def resolve(config: StrategyConfig, shape: ClusterShape) -> str:
     if name == "mirrored" and config.devices == 1:
         raise ConfigError("strategy.devices=1: mirrored needs at least 2 devices; use strategy=single for one")
     if name == "sync_replicas":
-        _check_quorum(config, shape)
+        check_quorum(config, shape)
     return name
 
 
@@ -142,7 +150,7 @@ def own_processes(config: StrategyConfig, shape: ClusterShape, membership: Membe
     return None
 
 
-def _check_quorum(config: StrategyConfig, shape: ClusterShape) -> None:
+def check_quorum(config: SyncReplicasOptions, shape: ClusterShape) -> None:
     """Refuses a number of gradients that can never arrive."""
     backup, asked = config.backup_workers, config.replicas_to_aggregate
     if backup >= shape.num_workers:

@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
@@ -35,21 +36,26 @@ from kdist.cluster.network.sockets import bound_to, held_ports
 from kdist.cluster.processes.child import Child, end_children, task_environment
 from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.watchdog import stopped_longer_than
-from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.spec import ClusterChange, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.pickling import dumps, loads, pack_program
 from kdist.errors import ClusterError, ConfigError
-from kdist.model.names import GLOBAL_STEP
+from kdist.model.names import GLOBAL_STEP, LEARNING_RATE
 from kdist.model.state import read_from_model
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.strategies.all_reduce import AllReduce
-from kdist.strategies.base import Strategy, TrainingSpec, Values
+from kdist.strategies.base import PendingResize, Strategy, TrainingSpec, Values
+from kdist.threads import in_thread
 
 _POLL_SECS = 0.1
 _STOP_SECS = 5.0
 #: The kernel tells of a process that was killed a little later than of its connections.
 _KILLED_SECS = 1.0
+
+
+#: The number of replicas, and the shapes and names by rows of the values.
+Facts: TypeAlias = tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]
 
 
 class BatchesElsewhere(TrainingData):
@@ -103,15 +109,30 @@ class Remote(AllReduce):
         super().__init__()
         self.name = name  # type: ignore[misc]
         self._make = make
-        num_workers = max(1, shape.num_workers)
-        self.num_replicas = self.batches_per_step = num_workers * num_devices
-        self._processes = Processes(num_workers, num_cpus, cluster, join=name == "multi_worker_mirrored")
+        self._num_cpus, self._num_devices, self._cluster = num_cpus, num_devices, cluster
+        self._take_number(max(1, shape.num_workers))
+        self._processes = self._processes_for(self._num_workers)
+        #: The processes that are to take the place of the present ones, and when they have started.
+        self._following: tuple[Processes, Future[Any]] | None = None
+
+    def _take_number(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self.num_replicas = self.batches_per_step = num_workers * self._num_devices
+
+    def _processes_for(self, num_workers: int) -> Processes:
+        join = self.name == "multi_worker_mirrored"
+        return Processes(num_workers, self._num_cpus, self._cluster, join=join)
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.
         self._prepared = self._prepare(spec)
-        num_replicas, shapes, by_rows = self._processes.start(self._request(spec), spec.log_dir)
-        if num_replicas != self.num_replicas:
+        self._train_on(self._processes, self._processes.start(self._request(spec), spec.log_dir), spec)
+
+    def _train_on(self, processes: Processes, facts: Facts, spec: TrainingSpec) -> None:
+        """Trains on processes that have started, see `Processes.start`."""
+        self._processes = processes
+        num_replicas, shapes, by_rows = facts
+        if num_replicas != self._prepared.num_workers:
             self.num_replicas = self.batches_per_step = num_replicas
             self._prepared = self._prepare(spec)
         self._copied = [(variable, variable.numpy()) for variable in self._prepared.replica_step.outside]
@@ -152,7 +173,52 @@ class Remote(AllReduce):
     def pids(self) -> Mapping[Task, int]:
         return self._processes.pids
 
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    def begin_resize(self, change: ClusterChange) -> PendingResize:
+        """Starts as many processes as there are to be: TensorFlow's collectives are of a fixed number of workers."""
+        if self.name != "multi_worker_mirrored":
+            return super().begin_resize(change)
+        spec = ClusterSpec((), ("",) * self._num_workers)
+        before, after = spec.shape, change.applied_to(spec)
+        if before != after:
+            processes, training = self._processes_for(after.num_workers), self._prepared.spec
+            start = partial(processes.start, self._request(training), training.log_dir)
+            self._following = processes, in_thread(start)
+        return PendingResize(before, after)
+
+    def may_finish(self, resize: PendingResize) -> bool:
+        if self._following is None or not self._following[1].done():
+            return self._following is None
+        self._following[1].result()
+        return True
+
+    def cancel_resize(self, resize: PendingResize) -> None:
+        if self._following is not None:
+            self._following[0].stop()
+            self._following = None
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        assert self._following is not None
+        (processes, started), self._following = self._following, None
+        before, values = self._processes, self.values
+        with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
+            prefix = Path(folder) / "values"
+            values.wait_for(values.begin_save(prefix, aside=False))
+            learning_rate = values.read({LEARNING_RATE} & values.shapes.keys())
+            self._take_number(resize.after.num_workers)
+            self._train_on(processes, started.result(), spec)
+            processes.call_all("begin_data_at", spec.count)
+            self.values.restore(prefix)
+        if learning_rate:
+            self.values.write(learning_rate)
+        before.stop()
+        return spec
+
     def stop(self) -> None:
+        self.cancel_resize(PendingResize(ClusterShape(), ClusterShape()))
         self._processes.stop()
 
 
@@ -171,7 +237,7 @@ class Processes:
     def pids(self) -> Mapping[Task, int]:
         return {Task("worker", i): child.pid for i, child in enumerate(self._children)}
 
-    def start(self, request: bytes, log_dir: Path) -> tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]]:
+    def start(self, request: bytes, log_dir: Path) -> Facts:
         """Starts them with the training, see `Remote`, and waits until their strategy has started.
 
         Returns:
@@ -185,7 +251,7 @@ class Processes:
             file = Path(folder) / "request"
             file.write_bytes(request)
             self._launch(file, [log_path(log_dir, Task("worker", i)) for i in range(self._number)])
-            facts: tuple[int, Mapping[str, tuple[int, ...]], frozenset[str]] = self._result()
+            facts: Facts = self._result()
         for child in self._children:
             child.has_started()
         return facts

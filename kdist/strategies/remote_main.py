@@ -30,6 +30,7 @@ from kdist.errors import KdistError, TaskError, traceback_of
 if TYPE_CHECKING:
     import numpy as np
 
+    from kdist.data.epoch_lengths import EpochCount
     from kdist.parameters.tables.changed_rows import DeltaBase
     from kdist.strategies.all_reduce import AllReduce
 
@@ -129,6 +130,9 @@ class _Served:
 
     def share(self) -> None:
         self._strategy.share()
+
+    def begin_data_at(self, count: EpochCount) -> None:
+        self._strategy.begin_data_at(count)
 
     def of_values(self, name: str, *arguments: Any) -> Any:
         return getattr(self._strategy.values, name)(*arguments)

@@ -13,7 +13,7 @@ have to be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +24,10 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.tensorflow import function_for_tasks
-from kdist.cluster.spec import Task
+from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.schema import SyncReplicasOptions
 from kdist.data.base import iterator_spec, next_of
-from kdist.data.splits import NothingToRead
+from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
@@ -38,6 +38,7 @@ from kdist.strategies.gradient_counts import GradientCounts, add_counts
 from kdist.strategies.in_graph import InGraphSyncCalls
 from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.prepared_training import PreparedTraining, no_batch
+from kdist.strategies.registry import check_quorum
 
 _TRIES = 3
 
@@ -84,14 +85,8 @@ class SyncReplicas(ServersStrategy):
     name: ClassVar[str] = "sync_replicas"
 
     def __init__(self, *args: Any, options: SyncReplicasOptions, **kwargs: Any) -> None:
+        self._options = options
         super().__init__(*args, options=options, **kwargs)
-        num_workers = self._shape.num_workers
-        self._quorum = Quorum(
-            options.replicas_to_aggregate or num_workers - options.backup_workers,
-            num_workers,
-            options.token_mode == "tf1",
-        )
-        self.batches_per_step = self._replicas_per_step = self._quorum.replicas_to_aggregate
         self._on_lost_worker = options.on_lost_worker
         self._worker_timeout = options.worker_timeout
         #: Workers with a call in flight, and the step at which it was started.
@@ -121,8 +116,37 @@ class SyncReplicas(ServersStrategy):
         super().start(spec)
         # All workers take all steps.
         self._sizer = self._prepared.sizer(num_workers=1)
+        self._begin_with_store()
+
+    def _begin_with_store(self) -> None:
         self._logs = CallLogs(self._prepared.replica_step)
         self._aggregator = GradientAggregator(self._store)
+        self._lockstep = self._gradient = None
+        self._applies.clear()
+
+    def _check_shape(self, shape: ClusterShape) -> None:
+        check_quorum(self._options, shape)
+
+    def _take_shape(self, shape: ClusterShape, workers: Sequence[int]) -> None:
+        super()._take_shape(shape, workers)
+        options, num_workers = self._options, shape.num_workers
+        if not num_workers:
+            # Until another one joins there is no update.
+            return
+        self._quorum = Quorum(
+            # Workers may have left beyond those.
+            options.replicas_to_aggregate or max(1, num_workers - options.backup_workers),
+            num_workers,
+            options.token_mode == "tf1",
+        )
+        self.batches_per_step = self._replicas_per_step = self._quorum.replicas_to_aggregate
+
+    def _share(self, worker: int) -> int:
+        """The number of gradients of one step that a worker computes."""
+        return self._quorum.share(self._number_of(worker))
+
+    def _prepare_again(self, spec: TrainingSpec) -> PreparedTraining:
+        return self._prepare(spec)
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
         prepared = super()._prepare(spec)
@@ -130,7 +154,8 @@ class SyncReplicas(ServersStrategy):
         if num_workers > 1:
             prepared.check_assigned(self.name)
         self._has_phases = prepared.replica_step.updates.num_phases > 1
-        if self._has_phases and prepared.spec.data.splits is not None:
+        splits = prepared.spec.data.splits
+        if self._has_phases and splits is not None and not splits.are_endless:
             raise ConfigError(
                 f"strategy=sync_replicas: model {prepared.spec.model.name} updates weights several times in a step, "
                 "for which all workers need a batch; with data that keeps arriving, that one process reads, or of "
@@ -149,12 +174,14 @@ class SyncReplicas(ServersStrategy):
         if self._splits is not None:
             if self._splits.look():
                 self._finished.clear()
+            if self._splits.are_endless:
+                self._assign_splits(self._splits)
             if self._finished and not self._active():
                 return None
         self._needed()
         everyone = self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy
-        # With splits, a call on all tasks would end for all of them when one of them has to change to its next split.
-        everyone = everyone and self._splits is None
+        # With splits that may end, a call on all tasks would end for all of them when one has no other split.
+        everyone = everyone and (self._splits is None or self._splits.are_endless)
         # Between two phases no worker can be replaced by another one.
         if everyone or self._has_phases:
             try:
@@ -174,6 +201,14 @@ class SyncReplicas(ServersStrategy):
                 raise TaskError("a worker", no_batch())
         return self._one_update()
 
+    def _assign_splits(self, splits: Splits) -> None:
+        """Gives each idle worker a split before any of them reads, so that as many as possible have one."""
+        for worker in self._active():
+            try:
+                splits.assign(worker)
+            except NothingToRead:
+                self._finished.add(worker)
+
     def _lockstep_call(self, remaining: int) -> StepLogs | None:
         """Runs a call on all tasks; None if a worker has no data, so that the others have to continue without it.
 
@@ -190,11 +225,19 @@ class SyncReplicas(ServersStrategy):
                 self._aggregator,
                 self._logs,
                 iterator_spec(self._make_dataset),
-                {worker: self._quorum.share(worker) for worker in workers},
+                {worker: self._share(worker) for worker in workers},
             )
         self._num_lost_before = coordinator.num_lost
-        iterators = self._iterators.of_all(workers, coordinator)
-        size = self._sizer.next_size(remaining)
+        size, splits = self._sizer.next_size(remaining), self._splits
+        if splits is not None:
+            whole = min((splits.batches_left(w) or 0) // self._share(w) for w in workers)
+            if not whole:
+                # At the end of an epoch, a worker has less than its share of a step.
+                return None
+            size = self._sizer.next_size(min(whole, remaining))
+            for worker in workers:
+                self._iterators.change_split(worker, splits)
+        iterators = self._iterators.of_all(workers, coordinator, splits)
         function = self._traced(self._lockstep, size)
         self._in_lockstep = True
         try:
@@ -207,11 +250,13 @@ class SyncReplicas(ServersStrategy):
                 raise
             return None
         self._in_lockstep = False
+        for worker in workers:
+            self._iterators.has_read(worker, splits, size * self._share(worker))
         self._failures = 0
         self._losses.clear()
         self._step = step + size
         logs = self._logs.join([self._logs.unpack(row) for row in packed])
-        shares = {worker: GradientCounts(accepted=self._quorum.share(worker)) for worker in workers}
+        shares = {worker: GradientCounts(accepted=self._share(worker)) for worker in workers}
         return replace(logs, gradient_counts=(shares,) * size)
 
     def _recover_lockstep(self, error: tf.errors.OpError) -> None:
@@ -243,7 +288,7 @@ class SyncReplicas(ServersStrategy):
         step = self._present_step()
         compute = self._traced_gradient()
         accepted: list[tuple[int, Gradient]] = []
-        given = dict.fromkeys(range(self._shape.num_workers), 0)
+        given = dict.fromkeys(self._workers, 0)
         counts, self._late = self._late, {}
         while len(accepted) < self._needed():
             self._hand_out(step, given, compute)
@@ -280,7 +325,7 @@ class SyncReplicas(ServersStrategy):
                 may = sum(given.values()) < self._quorum.tokens
             else:
                 # No other worker takes the share of an absent one: the quorum is lowered by it.
-                may = given[worker] < self._quorum.share(worker)
+                may = given[worker] < self._share(worker)
             if may:
                 given[worker] += 1
                 self._busy[worker] = step
@@ -291,7 +336,7 @@ class SyncReplicas(ServersStrategy):
         return [worker for worker in self._running().calls.available if worker not in self._finished]
 
     def _lost(self) -> set[int]:
-        return set(range(self._shape.num_workers)) - set(self._running().calls.available)
+        return set(self._workers) - set(self._running().calls.available)
 
     def _needed(self) -> int:
         """The number of gradients of an update: as requested, or as the connected workers with data can compute.
@@ -310,7 +355,7 @@ class SyncReplicas(ServersStrategy):
         active = self._active()
         if self._quorum.shared_tokens and active:
             return self._quorum.tokens
-        return sum(self._quorum.share(worker) for worker in active)
+        return sum(self._share(worker) for worker in active)
 
     def _wait_for_lost(self) -> None:
         """Waits until enough of the lost workers have returned.

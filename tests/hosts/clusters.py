@@ -102,6 +102,23 @@ class HostCluster:
                 host=host.pid,
             )
 
+    def join(self, name: str, host: Host, *arguments: str) -> None:
+        """Starts a task that knows the address of the chief alone; `name` is its job, and tells it from others."""
+        (chief,) = self._addresses().get("chief") or self._addresses()["worker"][:1]
+        self._console(name).write_text("")
+        job = name.partition(":")[0]
+        membership = ["cluster=hosts", f"cluster.job={job}", f"cluster.chief={chief}"]
+        self._commands[name] = Command(
+            *MINE,
+            *membership,
+            *self.arguments,
+            *arguments,
+            cwd=self.network.disk,
+            stdout=self._console(name),
+            env=environment(),
+            host=host.pid,
+        )
+
     def said(self, task: str) -> str:
         """What a task has printed so far."""
         return self._console(task).read_text()

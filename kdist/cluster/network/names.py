@@ -8,16 +8,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError, wait
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
-from kdist.errors import ConfigError
+from kdist.errors import ClusterError, ConfigError
 from kdist.threads import in_thread
 
 _LOOKUP_SECS = 3.0
+_RETRY_SECS = 0.5
 # Providers share one address among many customers with it (RFC 6598); it cannot be reached from the internet.
 _SHARED = ipaddress.ip_network("100.64.0.0/10")
 
@@ -33,6 +35,29 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Splits `host:port`; an IPv6 address loses its brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def own_address(peer: str, timeout: float) -> str:
+    """An address of this host, as another one at `peer` reaches it, with a port that is free now.
+
+    Raises `ClusterError` if it cannot be reached within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection(host_and_port(peer), max(0.1, deadline - time.monotonic())) as connection:
+                host = connection.getsockname()[0]
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the chief at {peer} did not respond within {timeout:g} s (cluster.start_timeout): {error}"
+                ) from None
+            time.sleep(_RETRY_SECS)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @contextmanager

@@ -134,10 +134,21 @@ class PortProbes:
         self, addresses: Mapping[Task, str], patience: float, probe: Callable[[str, float], ProbeResult] = probe
     ) -> None:
         self._probe = probe
-        self._timers = {task: SilenceTimer(patience) for task in addresses}
+        self._patience = patience
+        self._timers: dict[Task, SilenceTimer] = {}
         self._stopped = threading.Event()
         for task, address in addresses.items():
-            threading.Thread(target=self._work, args=[address, self._timers[task]], daemon=True).start()
+            self.add(task, address)
+
+    def add(self, task: Task, address: str) -> None:
+        """Probes a task as well, in the place of another one of its name."""
+        timer = SilenceTimer(self._patience)
+        self._timers = {**self._timers, task: timer}
+        threading.Thread(target=self._work, args=[address, task, timer], daemon=True).start()
+
+    def remove(self, task: Task) -> None:
+        """Probes a task no longer."""
+        self._timers = {other: timer for other, timer in self._timers.items() if other != task}
 
     def listening(self) -> set[Task]:
         return {task for task, timer in self._timers.items() if timer.last.state is State.LISTENING}
@@ -161,9 +172,9 @@ class PortProbes:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _work(self, address: str, timer: SilenceTimer) -> None:
+    def _work(self, address: str, task: Task, timer: SilenceTimer) -> None:
         pause = 0.0
-        while not self._stopped.wait(pause):
+        while not self._stopped.wait(pause) and self._timers.get(task) is timer:
             # The last probe before the end of patience ends with it.
             left = timer.secs_left - _PAUSE_SECS
             timeout = min(_PROBE_SECS, left) if left > 0 else _PROBE_SECS

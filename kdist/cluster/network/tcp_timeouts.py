@@ -54,6 +54,11 @@ class TcpTimeouts:
         self._changed = threading.Event()
         self._is_stopped = False
 
+    def add(self, address: str) -> None:
+        """Limits the connections with another task as well."""
+        self._addresses = self._addresses | {address}
+        self._settled.clear()
+
     def start(self) -> None:
         if sys.platform == "linux":
             threading.Thread(target=self._work, daemon=True, name="kdist-tcp-timeouts").start()

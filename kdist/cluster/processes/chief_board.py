@@ -8,16 +8,23 @@ At the end, the chief closes a queue from which all tasks read. TensorFlow's ser
 every parameter server waited at such a queue ("done queue") for an element. Closing it, every waiting task notices; an
 element might be taken by the read of a task that fell silent long ago. A second queue has the names of the tasks that
 noticed, and a third one is closed before if the chief was told to stop before the end of the run.
+
+In between, a task asks for a place in a cluster that is training, or says that it was told to leave, by another queue;
+the answer comes in a queue of its own.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,10 +32,11 @@ from kdist._compat import op_libraries
 from kdist.cluster.description import TaskFingerprint, differences, mismatch_error
 from kdist.cluster.network.port_probe import PortProbes
 from kdist.cluster.spec import ClusterSpec, Task
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, ConfigError
 from kdist.threads import in_thread
 
 _FINGERPRINT, _REPORTS = "kdist_description", "kdist_reports"
+_ASKS, _ANSWER_TO = "kdist_asks", "kdist_answer_to_"
 _DONE, _NOTED, _STOPPED = "kdist_done", "kdist_noted", "kdist_stopped"
 _MAX_ELEMENTS = 1 << 20
 _POLL_SECS = 0.2
@@ -52,6 +60,8 @@ class Chief:
         self._address, self._task = chief_server(spec)
         self._who, self._patience = who, patience
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
+        #: Set when the chief does without this task.
+        self.has_left = threading.Event()
 
     def __str__(self) -> str:
         return f"{self._task} at {self._address}"
@@ -119,6 +129,8 @@ class Chief:
         outcome = in_thread(wait)
         failing_since: float | None = None
         while True:
+            if self.has_left.is_set():
+                return True
             # A machine that is switched off closes no connection.
             lost = self._probes.lost()
             # The report of a chief that has just exited may still be on its way.
@@ -146,8 +158,109 @@ class Chief:
             time.sleep(_POLL_SECS)
             outcome = in_thread(wait)
 
+    def ask_to_leave(self) -> None:
+        """Asks the chief to do without this task, and ends `wait_until_done` when it does; returns at once."""
+        _ = in_thread(self._leave)
+
+    def _leave(self) -> None:
+        with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
+            ask, answer = _queue(_ASKS), _queue(f"{_ANSWER_TO}{self._who}")
+            session.run(ask.enqueue(json.dumps({"leave": str(self._who)})))
+            if json.loads(session.run(answer.dequeue())).get("left"):
+                self.has_left.set()
+
     def stop(self) -> None:
         self._probes.stop()
+
+
+def ask_for_place(chief: str, job: str, address: str, timeout: float) -> tuple[ClusterSpec, Task]:
+    """Asks the chief of a cluster that is training for a place.
+
+    Args:
+        chief: address of the chief's server.
+        job: `worker` or `ps`.
+        address: of this task.
+
+    Returns:
+        The cluster, and the place.
+
+    Raises:
+        ConfigError: the chief refuses.
+        ClusterError: it does not answer in `timeout` seconds.
+    """
+    name = uuid.uuid4().hex[:12]
+    asked = json.dumps({"join": name, "job": job, "address": address})
+
+    def ask(task: Task) -> dict[str, Any]:
+        with _server_session(chief, task) as session:
+            session.run(_queue(_ASKS).enqueue(asked))
+            answer: dict[str, Any] = json.loads(session.run(_queue(f"{_ANSWER_TO}{name}").dequeue()))
+            return answer
+
+    deadline = time.monotonic() + timeout
+    why = "no answer yet"
+    while time.monotonic() < deadline:
+        # Without a separate chief, the server is that of worker 0.
+        for task in (Task("chief", 0), Task("worker", 0)):
+            try:
+                answer = in_thread(partial(ask, task)).result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                break
+            except tf.errors.InvalidArgumentError:
+                continue
+            except tf.errors.OpError as error:
+                why = error.message.splitlines()[0]
+                break
+            if "error" in answer:
+                raise ConfigError(answer["error"])
+            spec = ClusterSpec(tuple(answer["ps"]), tuple(answer["worker"]), answer["chief"])
+            return spec, Task(job, answer["index"])
+        time.sleep(_POLL_SECS)
+    raise ClusterError(
+        f"the chief at {chief} has given this {job} no place within {timeout:g} s (cluster.start_timeout): {why}"
+    )
+
+
+class AskedByTasks:
+    """The chief's side of `ask_for_place` and `Chief.ask_to_leave`, once its server serves.
+
+    Attributes:
+        joining: the name, the job and the address of tasks that wait for a place.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self.joining: list[tuple[str, str, str]] = []
+        self._leaving: set[Task] = set()
+        self._answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._reading = in_thread(self._read)
+        _ = in_thread(self._write)
+
+    def leaving(self) -> set[Task]:
+        """The tasks that were told to leave since this was called last."""
+        leaving, self._leaving = self._leaving, set()
+        return leaving
+
+    def answer(self, name: str, answer: Mapping[str, Any]) -> None:
+        """Answers a task; returns at once."""
+        self._answers.put((name, answer))
+
+    def _read(self) -> None:
+        with _server_session(*chief_server(self._spec)) as session:
+            ask = _queue(_ASKS).dequeue()
+            while True:
+                asked = json.loads(session.run(ask))
+                if "leave" in asked:
+                    job, _, index = asked["leave"].partition(":")
+                    self._leaving = self._leaving | {Task(job, int(index))}
+                else:
+                    self.joining.append((asked["join"], asked["job"], asked["address"]))
+
+    def _write(self) -> None:
+        while True:
+            name, answer = self._answers.get()
+            with suppress(tf.errors.OpError), _server_session(*chief_server(self._spec)) as session:
+                session.run(_queue(f"{_ANSWER_TO}{name}").enqueue(json.dumps(answer)))
 
 
 class VersionCheck:
@@ -170,6 +283,13 @@ class VersionCheck:
             if not missing or time.monotonic() - self._differs_since > _OTHERS_SECS:
                 raise mismatch_error(found)
         return missing
+
+    def forget(self, task: Task) -> None:
+        """Waits for another report from a place that another task takes."""
+        self._reported.pop(str(task), None)
+
+    def has_reported(self, task: Task) -> bool:
+        return str(task) in self._reported
 
     @property
     def mismatches(self) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -31,6 +32,8 @@ from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
 
 READY = b"ready\n"
+#: What a worker of this machine writes to the same pipe when it is told to leave.
+LEAVES = b"leaves\n"
 
 #: A task that only serves makes no other connections.
 _NO_PROXY = {"grpc_proxy": ""}
@@ -99,17 +102,33 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
         addresses = [address for hosts in options.jobs.values() for address in hosts]
         TcpTimeouts(addresses, [port], options.patience).start()
     os.write(1, READY)
+    if options.job == "worker":
+        _leave_at_sigterm(os.dup(1))
     os.dup2(2, 1)
     print(f"{log.now()} {name} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         signal.pause()
 
 
+def _leave_at_sigterm(pipe: int) -> None:
+    """Lets SIGTERM ask the chief to do without this worker: a machine is drained, or its user wants it back.
+
+    A scheduler that sends the signal to all processes sends it to the chief as well, which ends the run then.
+    """
+    os.set_inheritable(pipe, False)
+
+    def ask(_number: int, _frame: Any) -> None:
+        with suppress(OSError):
+            os.write(pipe, LEAVES)
+
+    signal.signal(signal.SIGTERM, ask)
+
+
 @environment_with(_NO_PROXY)
 def serve_until_done(
     membership: Membership,
     config: ClusterConfig,
-    before_serving: Callable[[], None],
+    before_serving: Callable[[Callable[[], None]], None],
     *,
     fingerprint: TaskFingerprint | None = None,
     log_device_placement: bool = RunConfig.log_device_placement,
@@ -117,7 +136,8 @@ def serve_until_done(
     """Runs this externally started task until the chief finishes.
 
     Args:
-        before_serving: called when the chief has come, and may need this task.
+        before_serving: called when the chief has come, and may need this task; its argument asks the chief to do
+            without it.
         fingerprint: of this task; None compares nothing.
 
     Raises:
@@ -155,14 +175,14 @@ def serve_until_done(
         chief.wait_for_it(config.start_timeout)
         if fingerprint is not None:
             chief.compare(fingerprint, deadline - time.monotonic())
-        before_serving()
+        before_serving(chief.ask_to_leave)
         is_at_end = chief.wait_until_done()
     finally:
         timeouts.stop()
         chief.stop()
     if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
-    log.say(f"done  | {task} | the chief has finished")
+    log.say(f"done  | {task} | {'it has left' if chief.has_left.is_set() else 'the chief has finished'}")
 
 
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:

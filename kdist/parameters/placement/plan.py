@@ -77,12 +77,18 @@ class PlacementPlan:
     Attributes:
         shards: the parts of every variable, in the order of `variables` and of rows.
         reason: why these servers were chosen; empty if they were asked for.
+        tasks: the index of each server's task, if some have left.
     """
 
     variables: tuple[Variable, ...]
     shards: tuple[Shard, ...]
     num_servers: int
     reason: str = ""
+    tasks: tuple[int, ...] = ()
+
+    def task(self, server: int) -> str:
+        """The name of a server's task, `ps:1`."""
+        return f"ps:{self.tasks[server] if self.tasks else server}"
 
     def num_bytes(self, shard: Shard) -> int:
         """Bytes of a shard, slots included."""
@@ -116,8 +122,8 @@ class PlacementPlan:
             variable = self.variables[shard.variable]
             num_rows = "any" if variable.is_dynamic else shard.stop - shard.start
             shown = "x".join(map(str, (num_rows, *variable.shape[1:]) if variable.shape else ())) or "scalar"
-            rows.append((self.name(shard), shown, f"{self.num_bytes(shard):,}", f"ps:{shard.server}"))
-        rows += [("total", "", f"{total:,}", f"ps:{server}") for server, total in enumerate(self.bytes_by_server)]
+            rows.append((self.name(shard), shown, f"{self.num_bytes(shard):,}", self.task(shard.server)))
+        rows += [("total", "", f"{total:,}", self.task(server)) for server, total in enumerate(self.bytes_by_server)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [
             f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {size:>{widths[2]}}  {server}"
@@ -171,7 +177,7 @@ class PlacementPlan:
                 text = f"{unnamed} small one{'s' * (unnamed > 1)} on top"
                 draw.text((left + width / 2, bottom - 6), text, fill="black", font=font, anchor="mb")
             draw.line((left, floor, left + width, floor), fill="black", width=3)
-            text = f"ps:{server}\n{total:,} bytes"
+            text = f"{self.task(server)}\n{total:,} bytes"
             draw.text((left + width / 2, floor + 10), text, fill="black", font=font, anchor="ma", align="center")
         image.save(path)
 

@@ -235,7 +235,7 @@ class FixedSlices(Slices):
                 )
             given = iter(tensors)
             with tf.device(device):
-                return tf.group([_assign(run, [next(given) for _ in run]) for run in _runs(read)])
+                return tf.group([assign_run(run, [next(given) for _ in run]) for run in _runs(read)])
 
         self._one_by_one(restore)
 
@@ -478,7 +478,7 @@ def read_run(run: Sequence[Slice]) -> list[tf.Tensor]:
     return [tf.reshape(part, each.own_shape) for part, each in zip(parts, run)]
 
 
-def _assign(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
+def assign_run(run: Sequence[Slice], values: Sequence[tf.Tensor]) -> tf.Operation:
     """Sets slices that are next to each other, in place."""
     variable = run[0].variable
     places = [each.place_in(variable.shape) for each in run]

@@ -27,7 +27,10 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("evalute", "did you mean evaluate?"), ("mnist", "choose one of train, evaluate, predict, export, runs, launch")],
+    [
+        ("evalute", "did you mean evaluate?"),
+        ("mnist", "choose one of train, evaluate, predict, export, resize, runs, launch"),
+    ],
 )
 def test_a_wrong_command_is_refused_with_a_suggestion(
     typed: str, hint: str, capsys: pytest.CaptureFixture[str]

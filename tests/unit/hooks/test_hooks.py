@@ -18,6 +18,7 @@ from kdist import hooks
 from kdist.errors import CheckpointError, ClusterError, ConfigError
 from kdist.extras.trackers import Tracker
 from kdist.hooks import (
+    Autoscale,
     BestCheckpoint,
     CheckpointSaver,
     CheckpointSaverListener,
@@ -60,6 +61,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     "NanTensor": NanTensor,
     "Profiler": lambda: Profiler(every_steps=10_000),
     "Progress": Progress,
+    "Autoscale": Autoscale,
     "ProgressiveValidation": lambda: ProgressiveValidation(100),
     "StepCounter": StepCounter,
     "StopAtStep": lambda: StopAtStep(last_step=40),

@@ -1,0 +1,324 @@
+"""Data whose shares workers take over from each other, from the moment when a cluster is resized.
+
+Until then every worker reads its own share, endlessly. From then on the number of shares stays, and the number of
+workers does not matter: a `ShareQueue` hands out the batches of an epoch in ranges of a share, and a worker that has
+none takes half of what another one has left (work stealing, Blumofe and Leiserson, 1999). A worker keeps the examples
+of the shares that it reads, so that they are sent once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.base import DataContext, TrainingData
+from kdist.data.columns import WorkerArgument
+from kdist.data.splits import NothingToRead, Split, Splits
+
+#: A worker takes at least so many batches from another one, if that has as many left.
+_FEWEST_BATCHES = 4
+#: Another worker has little left if it is this part of a share.
+_LITTLE = 4
+#: The examples of so many shares stay with a worker.
+_SHARES_KEPT = 2
+#: Seeds of batches are numbered from here: no batch that was read before has such a number.
+_FIRST_SEED = 1 << 40
+
+
+class ShareQueue(Splits):
+    """Hands out ranges of shares, epoch after epoch.
+
+    A range is a split called `epoch 3, share 0, batches 40 to 160`. A worker reserves what its next call reads; others
+    may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. A
+    worker goes on in its share, into the next epoch, while others have little left to read of the last one: to change
+    to another place takes time. At the end of a run, everything of its last epoch was read.
+
+    Args:
+        end_of: the number of batches of a share in its first so many passes.
+        num_shares: how many there are; their numbers are those of the workers that have read them so far.
+        begins: the batches of each share that were read so far.
+        batches_at: the batches of each share that are read at a global step, about, in a run of as many workers.
+        mixes_epochs: whether a worker without a range begins with the next epoch while others read the rest of this
+            one; otherwise it has nothing to read until they have.
+
+    Attributes:
+        last_step: the global step at which the run ends, if each step reads a batch; None if that is not known.
+    """
+
+    place = "the data"
+    have_lengths = are_endless = True
+
+    def __init__(
+        self,
+        end_of: Callable[[int, int], int],
+        num_shares: int,
+        begins: Sequence[int],
+        batches_at: Callable[[int], int] = lambda _: 0,
+        *,
+        mixes_epochs: bool = True,
+    ) -> None:
+        # The read part of a split is counted in batches.
+        super().__init__(batch_size=1)
+        self._end_of, self._num_shares, self.batches_at = end_of, num_shares, batches_at
+        self.mixes_epochs = mixes_epochs
+        self.last_step: int | None = None
+        #: The batches that are left to be reserved until then.
+        self._num_left: float = math.inf
+        #: The share that each worker reads, and its next batch.
+        self._at: dict[int, tuple[int, int]] = {}
+        #: Epochs whose ranges were found, and the first batch of each share that belongs to none.
+        self._num_found, self._ends = 0, list(begins)
+        #: The batches that the present call of a worker reads.
+        self._reserved: Counter[int] = Counter()
+        #: The shares whose examples a worker has, the last one first.
+        self._kept: dict[int, list[int]] = {}
+
+    @staticmethod
+    def range_of(split: Split) -> tuple[int, int, int, int]:
+        """The epoch, the share, the first batch and the end of a range."""
+        epoch, share, begin, end = map(int, re.findall(r"\d+", split.name))
+        return epoch, share, begin, end
+
+    def look(self) -> bool:
+        with self._changed:
+            # There is always another epoch.
+            return self.mixes_epochs or not self._reading or bool(self._waiting)
+
+    @property
+    def left_of_epoch(self) -> int:
+        """The batches of the epochs that were begun that were not read."""
+        with self._changed:
+            return sum(map(_num_left, self._unread))
+
+    def assign(self, worker: int) -> Split:
+        with self._changed:
+            if worker not in self._reading:
+                own = self._kept.setdefault(worker, [])
+                split = self._reading[worker] = self._next_range(own, self._at.get(worker))
+                _, share, begin, _ = self.range_of(split)
+                # Its iterator is there already.
+                self._given[worker] += self._at.get(worker) != (share, begin + split.num_read)
+                own[:] = [share, *(other for other in own if other != share)][:_SHARES_KEPT]
+            found: Split = self._reading[worker]
+            return found
+
+    def reserve(self, worker: int, most: int) -> int:
+        with self._changed:
+            self.assign(worker)
+            number = min(most, self.batches_left(worker) or 1)
+            self._num_left -= number - self._reserved[worker]
+            self._reserved[worker] = number
+            return number
+
+    def batches_left(self, worker: int) -> int | None:
+        with self._changed:
+            split = self.split_of(worker)
+            return None if split is None else _num_left(split)
+
+    def advance(self, worker: int, num_batches: int = 1) -> None:
+        with self._changed:
+            if split := self._reading.get(worker):
+                _, share, begin, _ = self.range_of(split)
+                self._at[worker] = share, begin + split.num_read + num_batches
+            self._num_left -= num_batches - self._reserved.pop(worker, 0)
+            super().advance(worker, num_batches)
+
+    def give_back(self, worker: int) -> None:
+        with self._changed:
+            self._num_left += self._reserved.pop(worker, 0)
+            self._at.pop(worker, None)
+            self._kept.pop(worker, None)
+            super().give_back(worker)
+
+    def keeps(self, worker: int, share: int) -> bool:
+        """True if a worker keeps the examples of a share."""
+        with self._changed:
+            return share in self._kept.get(worker, ())
+
+    def state(self) -> str:
+        with self._changed:
+            return self._dump([self._num_shares, self._num_found, self._ends])
+
+    def restore(self, state: str | None) -> None:
+        """As in `Splits`; without a state of these shares, they begin."""
+        self.restore_at(0, state if shares_in(state) == self._num_shares else None)
+
+    def restore_at(self, step: int, state: str | None) -> None:
+        """Continues from `state`, or where a run that was never resized is at a global step, if it is None."""
+        decoded = json.loads(state) if state else {"unread": []}
+        begins = [self.batches_at(step)] * self._num_shares
+        with self._changed:
+            _, self._num_found, self._ends = decoded.get("found", [0, 0, begins])
+            self._wait_with(decoded["unread"])
+            self._reserved.clear()
+            self._at.clear()
+            self.begin_to_count(step)
+
+    def begin_to_count(self, step: int) -> None:
+        """Counts the batches until `last_step` from a global step on."""
+        self._num_left = math.inf if self.last_step is None else self.last_step - step
+
+    def _next_range(self, kept: Sequence[int], at: tuple[int, int] | None) -> Split:
+        """A range that waits, half of one that another worker has, or one of the next epoch."""
+        if self._may_go_on(at):
+            self._find_ranges()
+
+        def order(split: Split) -> tuple[bool, bool, int]:
+            epoch, share, begin, _ = self.range_of(split)
+            return ((share, begin + split.num_read) != at, share not in kept, epoch)
+
+        while True:
+            for split in sorted(self._waiting, key=order):
+                self._waiting.remove(split)
+                return split
+            if (stolen := self._half_of_another(kept)) is not None:
+                return stolen
+            if self._reading and not self.mixes_epochs:
+                raise NothingToRead
+            self._find_ranges()
+
+    def _may_go_on(self, at: tuple[int, int] | None) -> bool:
+        """True if a worker, instead of taking a little from another one, goes on in its share with the next epoch."""
+        if not self.mixes_epochs or self._waiting or at is None:
+            return False
+        share, batch = at
+        found, end_of = self._num_found, self._end_of
+        following = sum(end_of(each, found + 1) - end_of(each, found) for each in range(self._num_shares))
+        most = max(map(_num_left, self._reading.values()), default=0)
+        is_little = most * _LITTLE <= following // self._num_shares
+        # Of the last epoch everything is read, and nothing beyond it.
+        fits = self._num_left >= self.left_of_epoch - self._reserved.total() + following
+        return batch == self._ends[share] and is_little and fits
+
+    def _half_of_another(self, kept: Sequence[int]) -> Split | None:
+        free = {worker: _num_left(split) - self._reserved[worker] for worker, split in self._reading.items()}
+        # Of an earlier epoch first; then what need not be sent; then the longest one.
+        order = sorted(
+            (worker for worker in free if free[worker] > (0 if self.mixes_epochs or self._reserved[worker] else 1)),
+            key=lambda worker: (
+                self.range_of(self._reading[worker])[0],
+                self.range_of(self._reading[worker])[1] not in kept,
+                -free[worker],
+            ),
+        )
+        if not order:
+            return None
+        victim = order[0]
+        split = self._reading[victim]
+        epoch, share, begin, end = self.range_of(split)
+        fewest = _FEWEST_BATCHES if self.mixes_epochs else 1
+        middle = end - max(free[victim] // 2, min(free[victim], fewest))
+        if begin + split.num_read == middle:
+            del self._reading[victim]
+        else:
+            self._reading[victim] = replace(split, name=_name(epoch, share, begin, middle))
+        return Split(_name(epoch, share, middle, end))
+
+    def _find_ranges(self) -> None:
+        """Lets the ranges of the next epoch wait."""
+        epoch, self._num_found = self._num_found, self._num_found + 1
+        for share, begin in enumerate(self._ends):
+            end = self._end_of(share, self._num_found)
+            if begin < end:
+                self._waiting.append(Split(_name(epoch, share, begin, end)))
+                self._ends[share] = end
+
+
+def shares_in(state: str | None) -> int | None:
+    """The number of shares of the data whose state it is, if that is one of a `ShareQueue`."""
+    found = json.loads(state).get("found") if state else None
+    return int(found[0]) if isinstance(found, list) and len(found) == 3 and isinstance(found[2], list) else None
+
+
+def _name(epoch: int, share: int, begin: int, end: int) -> str:
+    return f"epoch {epoch}, share {share}, batches {begin} to {end}"
+
+
+def _num_left(split: Split) -> int:
+    _, _, begin, end = ShareQueue.range_of(split)
+    return end - begin - split.num_read
+
+
+class SharedData(TrainingData):
+    """Other data, in as many shares as there were workers when training began.
+
+    Args:
+        data: of which `share_end` is known.
+        num_shares, begins, batches_at, mixes_epochs: see `ShareQueue`.
+    """
+
+    splits: ShareQueue
+
+    def __init__(
+        self,
+        data: TrainingData,
+        num_shares: int,
+        begins: Sequence[int],
+        batches_at: Callable[[int], int] = lambda _: 0,
+        *,
+        mixes_epochs: bool = True,
+    ) -> None:
+        def end_of(share: int, num_passes: int) -> int:
+            end = data.share_end(share, num_shares, num_passes)
+            assert end is not None
+            return end
+
+        self._data, self._num_shares = data, num_shares
+        self.calls_user_code = data.calls_user_code  # type: ignore[misc]
+        self.splits = ShareQueue(end_of, num_shares, begins, batches_at, mixes_epochs=mixes_epochs)
+        #: What each worker was sent of shares, by share and argument. The worker's own thread changes it.
+        self._sent: dict[int, dict[tuple[int, int], list[tf.Tensor | tf.Variable]]] = {}
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        return self._data.batches_per_pass(self._num_shares)
+
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        return self._data.share_end(share, self._num_shares, num_passes)
+
+    def fingerprint(self) -> str | None:
+        return self._data.fingerprint()
+
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return self._data.specs(self._num_shares)
+
+    def trace_transfer(self, num_workers: int) -> None:
+        self._data.trace_transfer(self._num_shares)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        return self._data.batches(replace(context, num_workers=self._num_shares), *arguments)
+
+    def place_of(self, worker: int, first_step: int, first_batch: int) -> tuple[int, int, int]:
+        split = self.splits.assign(worker)
+        _, share, begin, _ = self.splits.range_of(split)
+        batch = begin + split.num_read
+        return share, _FIRST_SEED + batch, batch
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
+        _, share, _, _ = self.splits.range_of(self.splits.assign(worker_index))
+        sent = self._sent.setdefault(worker_index, {})
+        for key in [key for key in sent if not self.splits.keeps(worker_index, key[0])]:
+            del sent[key]
+
+        def once(
+            key: tuple[int, int], send: Callable[[], list[tf.Tensor | tf.Variable]]
+        ) -> list[tf.Tensor | tf.Variable]:
+            if key not in sent:
+                sent[key] = send()
+            return sent[key]
+
+        arguments = enumerate(self._data.arguments(share, self._num_shares))
+        return [partial(once, (share, n), argument) if callable(argument) else argument for n, argument in arguments]
+
+    def forget(self, worker: int | None = None) -> None:
+        if worker is None:
+            self._sent.clear()
+        else:
+            self._sent.pop(worker, None)

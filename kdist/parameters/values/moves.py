@@ -1,0 +1,101 @@
+"""Moves all values from the servers of one store to those of another, from server to server.
+
+Nothing passes through the chief but functions. What a server sends at once, and another one takes, has at most
+`StoredShard.slice_bytes`; the old values stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+import tensorflow as tf
+
+from kdist.parameters.placement.blocks import StoredShard
+from kdist.parameters.placement.messages import cut
+from kdist.parameters.tables.dynamic_table import IDS, TABLES
+from kdist.parameters.values.dynamic_values import DynamicValues
+from kdist.parameters.values.named_values import NamedValues, Slice
+from kdist.parameters.values.slices import ChosenSlices, ServerRows, assign_run, read_run
+
+#: A value's rows where they are, and where they go.
+_Move = tuple[Slice, Slice]
+
+
+def move_values(old: NamedValues, new: NamedValues) -> None:
+    """Gives all values, except those with copies, to variables on other servers."""
+    of_pairs: dict[tuple[str, str], list[_Move]] = defaultdict(list)
+    for move in _moves(old, new):
+        of_pairs[move[0].variable.device, move[1].variable.device].append(move)
+    for moves in of_pairs.values():
+        groups = cut(moves, lambda move: prod(move[1].own_shape) * move[1].variable.dtype.size, StoredShard.slice_bytes)
+        _traced(groups)()
+
+
+def _moves(old: NamedValues, new: NamedValues) -> Iterator[_Move]:
+    """The rows of all values that are together both where they are and where they go."""
+    sources: dict[str, list[Slice]] = defaultdict(list)
+    for each in old.slices():
+        sources[each.name].append(each)
+    for target in new.slices():
+        if target.name in new.copies:
+            continue
+        for source in sources[target.name]:
+            start, stop = max(source.start, target.start), min(source.stop, target.stop)
+            if not target.shape or start < stop:
+                yield _part(source, start, stop), _part(target, start, stop)
+
+
+def _part(each: Slice, start: int, stop: int) -> Slice:
+    row_size = prod(each.shape[1:])
+    return replace(each, start=start, stop=stop, offset=each.offset + (start - each.start) * row_size)
+
+
+def _traced(groups: Sequence[Sequence[_Move]]) -> Callable[[], object]:
+    """A function that moves groups of rows from one server to another, one after the other."""
+
+    def move() -> None:
+        before: list[tf.Operation] = []
+        for group in groups:
+            with tf.control_dependencies(before):
+                sent = []
+                for source, _ in group:
+                    with tf.device(source.variable.device):
+                        sent += read_run([source])
+                before = []
+                for value, (_, target) in zip(sent, group):
+                    with tf.device(target.variable.device):
+                        before.append(assign_run([target], [value]))
+
+    return tf.function(move, autograph=False).get_concrete_function()
+
+
+def move_rows(old: DynamicValues, new: DynamicValues) -> None:
+    """Gives the rows of all dynamic tables to tables on other servers, which have none."""
+    for source, target in zip(old.slices, new.slices):
+        for rows in source.rows:
+            give = _giver(source, rows, target)
+            for start in range(0, int(rows.num_rows.numpy()), source.slice_rows):
+                for table in range(len(source.names)):
+                    give(tf.constant(start, tf.int64), tf.constant(table, tf.int32))
+
+
+def _giver(source: ChosenSlices, rows: ServerRows, target: ChosenSlices) -> Callable[..., object]:
+    """A function that gives rows of a table, from a row on, to the servers of their ids."""
+    columns = [column for column in rows.stored if column != TABLES]
+
+    def give(start: tf.Tensor, table: tf.Tensor) -> None:
+        with tf.device(rows.device):
+            chosen = source.rows_of(rows, start, table)
+            values = {column: rows.stored[column].sparse_read(chosen) for column in columns}
+        for holder in target.tables:
+            with tf.device(rows.device):
+                own = tf.boolean_mask(tf.range(tf.size(chosen)), holder.keys_here(values[IDS], table))
+                sent = {column: tf.gather(value, own) for column, value in values.items()}
+            with tf.device(holder.device):
+                holder.take(table, sent)
+
+    specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
+    return tf.function(give, autograph=False).get_concrete_function(*specs)

@@ -1,0 +1,126 @@
+"""Shares of data that any number of workers read: each batch once in every epoch."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from kdist.data.shares import ShareQueue, shares_in
+from kdist.data.splits import NothingToRead
+
+SHARES, BATCHES = 3, 67
+
+
+def queue(begins: list[int] | None = None, *, mixes_epochs: bool = True) -> ShareQueue:
+    return ShareQueue(
+        lambda _, passes: passes * BATCHES, SHARES, begins or [0] * SHARES, lambda step: step, mixes_epochs=mixes_epochs
+    )
+
+
+def read(splits: ShareQueue, worker: int, most: int, seen: Counter[tuple[int, int]]) -> int:
+    """Reads as a call of a worker does, and counts the batches."""
+    number = splits.reserve(worker, most)
+    split = splits.split_of(worker)
+    assert split is not None
+    _, share, begin, _ = splits.range_of(split)
+    seen.update((share, begin + split.num_read + i) for i in range(number))
+    splits.advance(worker, number)
+    return number
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(seed: int) -> None:
+    rng, splits, seen = random.Random(seed), queue(), Counter[tuple[int, int]]()
+    workers = [0, 1, 2]
+    left = splits.last_step = 4 * SHARES * BATCHES
+    splits.begin_to_count(0)
+    while left:
+        if rng.random() < 0.05:
+            gone = workers.pop(rng.randrange(len(workers))) if len(workers) > 1 and rng.random() < 0.5 else None
+            if gone is None:
+                workers.append(max(workers) + 1)
+            else:
+                splits.give_back(gone)
+        # A call takes as many as it has steps, or to the end of its range.
+        left -= read(splits, rng.choice(workers), min(left, rng.choice([1, 4, 16])), seen)
+
+    assert set(seen.values()) == {1}
+    assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(4 * BATCHES)}
+
+
+def test_a_worker_takes_half_of_what_another_one_has_left_and_not_what_its_call_reads() -> None:
+    splits = ShareQueue(lambda _, passes: passes * 100, 1, [0])
+
+    assert splits.reserve(0, 16) == 16
+    splits.assign(1)
+
+    assert splits.range_of(splits.assign(0)) == (0, 0, 0, 58)
+    assert splits.range_of(splits.assign(1)) == (0, 0, 58, 100)
+    splits.advance(0, 16)
+    assert (splits.batches_left(0), splits.batches_left(1)) == (42, 42)
+
+
+def test_a_worker_reads_what_it_keeps_and_begins_with_the_next_epoch_when_nothing_is_left() -> None:
+    splits = queue([BATCHES - 1] * SHARES)
+    for worker in range(SHARES):
+        splits.reserve(worker, 16)
+
+    assert splits.range_of(splits.assign(0))[1:] == (0, BATCHES - 1, BATCHES)
+    splits.advance(0, 1)
+    assert splits.range_of(splits.assign(0)) == (1, 0, BATCHES, 2 * BATCHES)
+    assert splits.keeps(0, 0)
+    assert not splits.keeps(0, 1)
+
+
+def test_synchronous_workers_wait_for_the_end_of_an_epoch() -> None:
+    splits = queue([BATCHES - 1] * SHARES, mixes_epochs=False)
+    for worker in range(SHARES):
+        splits.assign(worker)
+    with pytest.raises(NothingToRead):
+        splits.assign(3)
+    for worker in range(SHARES):
+        assert not splits.look()
+        splits.advance(worker, 1)
+
+    assert splits.left_of_epoch == 0
+    assert splits.look()
+    assert splits.range_of(splits.assign(3))[0] == 1
+
+
+@pytest.mark.parametrize("workers", range(1, 6))
+def test_synchronous_workers_take_as_few_steps_as_there_can_be(workers: int) -> None:
+    splits, seen, steps = queue(mixes_epochs=False), Counter[tuple[int, int]](), 0
+    while sum(seen.values()) < SHARES * BATCHES:
+        ready = []
+        for worker in range(workers):
+            try:
+                splits.assign(worker)
+                ready.append(worker)
+            except NothingToRead:
+                pass
+        for worker in ready:
+            read(splits, worker, 1, seen)
+        steps += 1
+
+    assert steps == -(-SHARES * BATCHES // workers)
+    assert set(seen.values()) == {1}
+
+
+def test_the_state_continues_where_it_was_and_a_lost_call_is_read_again() -> None:
+    splits, seen = queue(), Counter[tuple[int, int]]()
+    read(splits, 0, 16, seen)
+    read(splits, 1, 4, seen)
+    splits.reserve(1, 16)
+    state = splits.state()
+    again = queue()
+    again.restore(state)
+
+    assert shares_in(state) == SHARES
+    while sum(seen.values()) < SHARES * BATCHES:
+        read(again, 7, 16, seen)
+    assert set(seen.values()) == {1}
+    # Of a checkpoint from before there were shares.
+    again.restore_at(40, None)
+    assert again.range_of(again.assign(0)) == (0, 0, 40, BATCHES)
+    assert shares_in(None) is None
+    assert shares_in('{"found": [0, true], "unread": []}') is None
