@@ -376,6 +376,7 @@ class TrainSession:
                 self._saves.write(self.strategy.values, keep=sys.maxsize)
                 raise NoWorkersError(f"{few}, and no other one has joined within {at_most}; the last step is saved")
             time.sleep(_LOOK_SECS)
+            self.strategy.check_tasks()
             self._resizer.advance(self.strategy, self.global_step, self._finish_resize)
 
     def _finish_resize(self, request: ResizeRequest, pending: PendingResize) -> Resize:

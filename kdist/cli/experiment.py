@@ -278,6 +278,6 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
                 membership,
                 config.cluster,
                 stop.begin_to_serve,
-                fingerprint=TaskFingerprint.of(None if membership.has_joined else membership.spec, known),
+                fingerprint=TaskFingerprint.of(membership, known),
                 log_device_placement=logs_devices,
             )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist._compat import op_libraries
-from kdist.cluster.spec import ClusterSpec, Task
+from kdist.cluster.spec import Membership, Task
 from kdist.config.hparams import SEED, flat
 from kdist.errors import ConfigError
 from kdist.version import __version__
@@ -34,7 +34,7 @@ class TaskFingerprint:
 
     Attributes:
         versions: of Python and of the packages that must be the same on all tasks.
-        addresses: of all tasks, by job, as this task knows them.
+        addresses: of all tasks, by job, as this task knows them; empty of a task that has joined.
         config: plain values by key, without values that may differ; references to the environment as they were written.
         op_libraries: modules that load ops beside TensorFlow's own, see `kdist._compat.op_libraries`; not compared.
     """
@@ -45,12 +45,12 @@ class TaskFingerprint:
     op_libraries: Sequence[str] = ()
 
     @classmethod
-    def of(cls, spec: ClusterSpec | None, config: Mapping[str, Any]) -> TaskFingerprint:
-        """The fingerprint of this process; `config` is as in `result.json`, `spec` is None for a task that joins."""
+    def of(cls, membership: Membership, config: Mapping[str, Any]) -> TaskFingerprint:
+        """The fingerprint of this process; `config` is as in `result.json`."""
         versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "kdist": __version__}
         versions |= {name: _version(name) for name in ("tensorflow", "keras")}
-        addresses: dict[str, Sequence[str]] = {}
-        if spec is not None:
+        addresses, spec = dict[str, Sequence[str]](), membership.spec
+        if not membership.has_joined:
             addresses = {"ps": spec.ps, "worker": spec.worker, "chief": (spec.chief,) if spec.chief else ()}
         given = flat({name: config[name] for name in _GROUPS if name in config}, with_empty=True)
         if "fit" not in config:
@@ -77,7 +77,7 @@ def differences(chief: TaskFingerprint, other: TaskFingerprint) -> list[str]:
     """Names each difference of a task from the chief: `keras 3.14.0, chief 3.15.1`, `train.batch_size=64, chief 32`."""
     versions = [(name, version, other.versions.get(name)) for name, version in chief.versions.items()]
     found = [f"{name} {of_other}, chief {of_chief}" for name, of_chief, of_other in versions if of_chief != of_other]
-    # A task that joins a cluster which is training has been told by the chief where the others are.
+    # A task that has joined a cluster which is training was told by the chief where the others are.
     addresses = chief.addresses.items() if other.addresses else ()
     pairs: list[tuple[str, Any, Any]] = [(f"addresses of {job}", at, other.addresses.get(job)) for job, at in addresses]
     if chief.is_of_program == other.is_of_program:

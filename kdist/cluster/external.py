@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kdist.cluster.description import TaskFingerprint
-from kdist.cluster.network.names import environment_with, without_proxy
+from kdist.cluster.network.names import check_private, environment_with, without_proxy
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
@@ -91,12 +91,17 @@ class ExternalCluster(Cluster):
             time.sleep(_POLL_SECS)
         self._all_there = True
         self._asked = AskedByTasks(self.spec)
+        self._at_end.callback(self._asked.stop)
 
     def tasks_to_leave(self) -> set[Task]:
         return set() if self._asked is None else self._asked.leaving() & set(self.spec.tasks)
 
     def tasks_to_join(self) -> Counter[str]:
         return Counter() if self._asked is None else Counter(job for _, job, _ in self._asked.joining)
+
+    def refuse_to_join(self, why: str) -> None:
+        if self._asked is not None:
+            self._asked.refuse(why)
 
     @property
     def meeting_place(self) -> str | None:
@@ -112,6 +117,8 @@ class ExternalCluster(Cluster):
         waiting = self._asked.joining
         if Counter(wanted) - Counter(job for _, job, _ in waiting):
             return super().begin_to_add(num_ps, num_workers)
+        if not self._config.allow_unprotected_network:
+            check_private({Task(job, index): address for index, (_, job, address) in enumerate(waiting)})
         places = [*self.spec.free_places("ps", num_ps), *self.spec.free_places("worker", num_workers)]
         given = {}
         for task in places:

@@ -135,8 +135,11 @@ class LocalCluster(Cluster):
 
     def begin_to_add(self, num_ps: int, num_workers: int) -> list[Task]:
         tasks = [*self.spec.free_places("ps", num_ps), *self.spec.free_places("worker", num_workers)]
-        ports = self._at_end.enter_context(held_ports(len(tasks)))
-        self._joining = {task: f"127.0.0.1:{port}" for task, port in zip(tasks, ports)}
+        # The port of a task that has left is held for whoever takes its place.
+        new = [task for task in tasks if task not in self.spec.left]
+        ports = self._at_end.enter_context(held_ports(len(new)))
+        addresses = {task: f"127.0.0.1:{port}" for task, port in zip(new, ports)}
+        self._joining = {task: addresses.get(task) or self.spec.address(task) for task in tasks}
         spec = self.spec.with_tasks(self._joining)
         for task in tasks:
             self._children[task] = self._launch(task, spec)

@@ -226,20 +226,16 @@ class ClusterChange:
             if task is not None and task not in spec.tasks:
                 raise ConfigError(f"{key}={task}: there is no such task; there are {', '.join(map(str, spec.tasks))}")
         if self.leave is not None:
-            if self.leave.job == "ps" and shape.num_ps == 1:
-                raise ConfigError(f"leave={self.leave}: no other server can take its values; give move={self.leave}")
             is_ps = self.leave.job == "ps"
+            if is_ps and shape.num_ps == 1:
+                raise ConfigError(f"leave={self.leave}: no other server can take its values; give move={self.leave}")
             return replace(shape, num_ps=shape.num_ps - is_ps, num_workers=shape.num_workers - (not is_ps))
-        num_ps, num_workers = (n if wanted is None else wanted for n, wanted in self._numbers(shape))
-        for number, had, job in ((num_workers, True, "workers"), (num_ps, shape.num_ps, "ps")):
-            if number < 1 and had:
-                raise ConfigError(f"{job}={number}: must be at least 1")
-        if num_ps and not shape.num_ps:
-            raise ConfigError(f"ps={num_ps}: {shape} has no parameter servers, and none can join")
-        return replace(shape, num_ps=num_ps, num_workers=num_workers)
-
-    def _numbers(self, shape: ClusterShape) -> list[tuple[int, int | None]]:
-        return [(shape.num_ps, self.ps), (shape.num_workers, self.workers)]
+        if self.ps and not shape.num_ps:
+            raise ConfigError(f"ps={self.ps}: {shape} has no parameter servers, and none can join")
+        for job, number in (("workers", self.workers), ("ps", self.ps if shape.num_ps else None)):
+            if number == 0:
+                raise ConfigError(f"{job}=0: must be at least 1")
+        return replace(shape, num_ps=self.ps or shape.num_ps, num_workers=self.workers or shape.num_workers)
 
     def __str__(self) -> str:
         given = {"workers": self.workers, "ps": self.ps, "move": self.move, "leave": self.leave}
@@ -331,6 +327,9 @@ class Cluster(abc.ABC):
     def tasks_to_join(self) -> Counter[str]:
         """The number of tasks, by job, that others have started and that wait for a place."""
         return Counter()
+
+    def refuse_to_join(self, why: str) -> None:  # noqa: B027
+        """Tells those tasks that they get no place."""
 
     @property
     def meeting_place(self) -> str | None:

@@ -6,12 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdist.cluster.network.http_server import HttpServer, health_of, health_server
+from kdist.cluster.processes.usage import resident_bytes
 from kdist.config.checks import check_port
 from kdist.config.schema import RunConfig
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
@@ -120,7 +120,7 @@ class MetricsServer(_Served):
     def _text(self) -> str:
         """The state in Prometheus's text format; called by threads of the server."""
         pids = {"chief": os.getpid(), **self._pids}
-        memory = {_labels(task=task): _resident_bytes(pid) for task, pid in pids.items()}
+        memory = {_labels(task=task): resident_bytes(pid) for task, pid in pids.items()}
         state: dict[str, dict[str, float]] = dict(self._state)
         state["kdist_resident_memory_bytes"] = {labels: size for labels, size in memory.items() if size is not None}
         lines = []
@@ -149,15 +149,6 @@ def _labels(**labels: str) -> str:
 
 def _number(value: float) -> str:
     return repr(value) if math.isfinite(value) else f"{value:+}".replace("+nan", "NaN").replace("inf", "Inf")
-
-
-def _resident_bytes(pid: int) -> int | None:
-    """The resident memory of a process; None if it has ended, or this system has no /proc."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class HealthCheck(_Served):

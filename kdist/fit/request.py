@@ -82,6 +82,10 @@ class Place:
         place = cls(shape_of(cluster, membership), membership, custom)
         name = registry.resolve(config.strategy, place.shape)
         sockets.bind_to(cluster.bind, all_here=membership is None)
+        if 0 < place.shape.num_workers < cluster.min_workers:
+            raise ConfigError(
+                f"cluster.min_workers={cluster.min_workers}: cluster={place.shape} has fewer to begin with"
+            )
         if membership is None and not place.shape.is_local:
             isolate.require(cluster.isolate)
         if name == "multi_worker_mirrored" and membership is not None and membership.runs_program:
@@ -253,11 +257,7 @@ class Fit:
     def fingerprint(self) -> TaskFingerprint | None:
         """The properties that separately started tasks must have in common; None compares nothing."""
         membership = self.place.membership
-        return (
-            None
-            if membership is None
-            else TaskFingerprint.of(None if membership.has_joined else membership.spec, self.record)
-        )
+        return None if membership is None else TaskFingerprint.of(membership, self.record)
 
     @property
     def grace_secs(self) -> float:
@@ -367,10 +367,8 @@ class Fit:
         data = self.training_data
         if data.splits is not None or not self.resumes or self.begins_anew or not self.place.shape.num_ps:
             return data
-        checkpoints = self.files.checkpoints()
-        number = shares_in(checkpoints.data_state(checkpoints.steps()[-1]))
-        is_same = number is not None and data.share_end(0, number, 1) is not None
-        if number is None or not is_same:
+        number = shares_in(self.files.checkpoints().newest_data_state())
+        if number is None or data.share_end(0, number, 1) is None:
             return data
         return SharedData(data, number, [0] * number, mixes_epochs=self.strategy_name == "parameter_server")
 

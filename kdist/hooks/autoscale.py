@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from typing import NamedTuple
 
+from kdist.cluster.processes import usage
 from kdist.cluster.scaler import Scaler, scaler_of
 from kdist.cluster.spec import ClusterShape, Task
 from kdist.config.checks import check_more_than_zero, check_one_of, check_whole_number
@@ -64,7 +65,9 @@ class Autoscale(Hook):
         self._servers = ServerWatch()
         #: The measured rate of each number of workers, in examples per second.
         self._rates: dict[int, float] = {}
-        self._has_settled = self._waits = False
+        self._has_settled = False
+        #: Until when a change that was asked for may still come.
+        self._waits_until = -math.inf
         self._begin_to_measure()
 
     def after_create_session(self, session: Session) -> None:
@@ -78,7 +81,7 @@ class Autoscale(Hook):
         if resize.change.startswith("leave="):
             # Somebody wants it back.
             self._has_settled = True
-        self._waits = False
+        self._waits_until = -math.inf
         self._begin_to_measure()
 
     def after_run(self, context: RunContext, values: RunValues) -> None:
@@ -89,9 +92,13 @@ class Autoscale(Hook):
             return
         session = context.session
         self._watch_servers(session)
-        if self._secs >= self._every_secs / 2 and not self._waits:
+        if self._secs >= self._every_secs / 2 and not self._is_waiting:
             self._decide(session, self._examples / self._secs)
         self._begin_to_measure()
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._clock() < self._waits_until
 
     def _begin_to_measure(self) -> None:
         self._since, self._examples, self._secs = self._clock(), 0, 0.0
@@ -121,7 +128,8 @@ class Autoscale(Hook):
     def _scale(self, session: Session, workers: int, why: str, ps: int | None = None) -> None:
         plan = session.strategy.plan
         num_ps = ps if ps is not None else 0 if plan is None else plan.num_servers
-        self._waits = True
+        # What is not there by then does not come: another number is asked for only if the rate says so again.
+        self._waits_until = self._clock() + session.cluster.start_timeout
         try:
             self._scaler.scale(ClusterShape(num_ps, workers), f"autoscale: {why}")
         except ClusterError as error:
@@ -140,16 +148,16 @@ class Autoscale(Hook):
         if (ends := self._servers.memory_ends()) is not None:
             rate, minutes = f"{ends.bytes_per_sec / 1e6:.1f} MB/s", f"{ends.secs / 60:.0f} minutes"
             warn(f"the servers grow by {rate}: the memory of this machine ends in {minutes}")
-            if self._ps == "auto" and not self._waits:
+            if self._ps == "auto" and not self._is_waiting:
                 workers = session.strategy.num_workers
                 self._scale(session, workers, "memory of the servers ends within an hour", ps=len(servers) + 1)
 
 
-class MemoryEnd:
+class MemoryEnd(NamedTuple):
     """When memory ends, in seconds from now, and how fast it is used up."""
 
-    def __init__(self, secs: float, bytes_per_sec: float) -> None:
-        self.secs, self.bytes_per_sec = secs, bytes_per_sec
+    secs: float
+    bytes_per_sec: float
 
 
 class ServerWatch:
@@ -157,16 +165,16 @@ class ServerWatch:
 
     Args:
         cpu_secs, memory: of a process, by its id; replaced in tests.
-        limit: bytes of this machine, or of its container, that are left.
+        left: returns the bytes that are left on this machine; replaced in tests.
     """
 
     def __init__(
         self,
-        cpu_secs: Callable[[int], float | None] | None = None,
-        memory: Callable[[int], int | None] | None = None,
-        left: Callable[[], int | None] | None = None,
+        cpu_secs: Callable[[int], float | None] = usage.cpu_secs,
+        memory: Callable[[int], int | None] = usage.resident_bytes,
+        left: Callable[[], int | None] = usage.memory_left,
     ) -> None:
-        self._cpu_secs, self._memory, self._left = cpu_secs or cpu_secs_of, memory or memory_of, left or memory_left
+        self._cpu_secs, self._memory, self._left = cpu_secs, memory, left
         self._cpu: list[dict[Task, float]] = []
         self._sizes: list[tuple[float, int]] = []
         self._named: set[object] = set()
@@ -205,33 +213,3 @@ class ServerWatch:
             return None
         self._named.add("memory")
         return MemoryEnd(left / per_sec, per_sec)
-
-
-def cpu_secs_of(pid: int) -> float | None:
-    """The CPU time of a process in seconds; None if it has ended, or the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
-        # The fields after the name, see proc(5).
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
-    return None
-
-
-def memory_of(pid: int) -> int | None:
-    """The memory that a process alone uses, in bytes; None if the system does not tell."""
-    with suppress(OSError, ValueError, IndexError):
-        resident, shared = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1:3]
-        return (int(resident) - int(shared)) * 4096
-    return None
-
-
-def memory_left() -> int | None:
-    """The bytes that are left on this machine, or in its container if those are fewer; None if nobody tells."""
-    left = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        left.append(next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")))
-    with suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup")
-        most, used = ((folder / name).read_text(encoding="utf-8").strip() for name in ("memory.max", "memory.current"))
-        left.append(int(most) - int(used))
-    return min(left, default=None)

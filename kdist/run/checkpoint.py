@@ -304,6 +304,11 @@ class Checkpoints:
         _, fingerprint = self._newest_with(DATA_FINGERPRINT)
         return None if fingerprint is None else fingerprint.decode()
 
+    def newest_data_state(self) -> str | None:
+        """The position in the data of the newest readable checkpoint; None if it has none."""
+        _, state = self._newest_with(DATA_STATE)
+        return None if state is None else state.decode()
+
     def _newest_with(self, name: str) -> tuple[int, Any]:
         """The newest readable checkpoint, and a value of it that is not of the model; None if it has none."""
         for step in reversed(self.steps()):

@@ -196,24 +196,9 @@ class Resizer:
         for task in sorted(strategy.tasks_to_leave(), key=str):
             self.requests.add(ClusterChange(leave=task), f"{task} was told to leave (SIGTERM)")
         if self._present is None:
-            request = self.requests.next()
-            if request is None and (joining := strategy.tasks_to_join()) is not None:
-                request = ResizeRequest(joining, "tasks that others have started asked to join")
-            if request is None:
-                return
-            change = request.change
-            try:
-                if change.workers is not None and change.workers < self._min_workers:
-                    raise ConfigError(f"{change}: fewer than cluster.min_workers={self._min_workers}")
-                resize = strategy.begin_resize(change)
-            except KdistError as error:
-                request.outcome.set_exception(error)
-                return
-            if resize.before == resize.after and change.move is None:
-                shape = str(resize.after)
-                request.outcome.set_result(Resize(step, shape, shape, str(change), request.why, 0.0, 0.0, now()))
-                return
-            self._present = request, resize, time.monotonic()
+            self._begin(strategy, step)
+        if self._present is None:
+            return
         request, resize, began = self._present
         try:
             if not strategy.may_finish(resize):
@@ -230,9 +215,33 @@ class Resizer:
             failure = ResizeError(f"{request.change}: {error}; training continues on {resize.before}")
             warn(str(failure))
             request.outcome.set_exception(failure)
-        except KdistError as error:
+        except BaseException as error:
+            # Whoever waits for it in another thread must not wait for ever.
             request.outcome.set_exception(error)
             raise
+
+    def _begin(self, strategy: Strategy, step: int) -> None:
+        """Begins the next change that is asked for, or the one by which tasks join that others have started."""
+        request, joining = self.requests.next(), None
+        if request is None and (joining := strategy.tasks_to_join()) is not None:
+            request = ResizeRequest(joining, "tasks that others have started asked to join")
+        if request is None:
+            return
+        change = request.change
+        try:
+            if change.workers is not None and change.workers < self._min_workers:
+                raise ConfigError(f"{change}: fewer than cluster.min_workers={self._min_workers}")
+            resize = strategy.begin_resize(change)
+        except KdistError as error:
+            if joining is not None:
+                strategy.refuse_to_join(str(error))
+            request.outcome.set_exception(error)
+            return
+        if resize.before == resize.after and change.move is None:
+            shape = str(resize.after)
+            request.outcome.set_result(Resize(step, shape, shape, str(change), request.why, 0.0, 0.0, now()))
+            return
+        self._present = request, resize, time.monotonic()
 
     def cancel(self, strategy: Strategy, why: KdistError) -> None:
         """Ends the present change, if there is one, before it is finished."""

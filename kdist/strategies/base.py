@@ -333,6 +333,12 @@ class Strategy(abc.ABC):
         """The change by which tasks get a place that others have started; None if none waits."""
         return None
 
+    def refuse_to_join(self, why: str) -> None:  # noqa: B027
+        """Tells the tasks that wait for a place that they get none."""
+
+    def check_tasks(self) -> None:  # noqa: B027
+        """Raises `ClusterError` if a task is lost without which training cannot go on."""
+
     @property
     def meeting_place(self) -> str | None:
         """The address at which tasks ask for a place; None if they cannot."""

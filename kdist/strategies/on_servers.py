@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from kdist.data.base import TrainingData, first_batch_reader
 from kdist.data.shares import SharedData
 from kdist.dispatch.coordinator import OUT_OF_REACH, CallsCancelled, Coordinator, may_be_lost
 from kdist.dispatch.health import Supervisor, describe_lost
-from kdist.errors import ClusterError, ResizeError, TaskError, reason
+from kdist.errors import ClusterError, KdistError, ResizeError, TaskError, reason
 from kdist.log import warn
 from kdist.model.source import overrides_of
 from kdist.parameters.optimizer import check_slots_only
@@ -156,6 +157,13 @@ class ServersStrategy(StoreStrategy):
         shape = self._cluster.spec.shape
         return ClusterChange(workers=shape.num_workers + waiting["worker"], ps=shape.num_ps + waiting["ps"])
 
+    def refuse_to_join(self, why: str) -> None:
+        if self._cluster is not None:
+            self._cluster.refuse_to_join(why)
+
+    def check_tasks(self) -> None:
+        self._running().check_tasks()
+
     @property
     def meeting_place(self) -> str | None:
         return None if self._cluster is None else self._cluster.meeting_place
@@ -211,7 +219,7 @@ class ServersStrategy(StoreStrategy):
             self._take_shape(resize.after, workers)
             if resize.after.num_workers:
                 self._adapt(resize, spec)
-        except (ClusterError, TaskError, tf.errors.OpError) as error:
+        except (KdistError, tf.errors.OpError) as error:
             self._undo(resize, before, error)
         for task in resize.leaving:
             if task.job == "worker":
@@ -225,7 +233,7 @@ class ServersStrategy(StoreStrategy):
         return spec
 
     def _undo(self, resize: PendingResize, workers: Sequence[int], error: Exception) -> NoReturn:
-        """Continues on the cluster as it was before, if all that was lost was to join it.
+        """Continues on the cluster as it was before, unless one of its tasks is lost: they have all values still.
 
         Raises:
             ResizeError: it continues.
@@ -235,15 +243,17 @@ class ServersStrategy(StoreStrategy):
         assert cluster is not None
         assert self._supervisor is not None
         lost = self._supervisor.lost_soon()
-        if not lost or lost.keys() - {*resize.joining}:
-            if isinstance(error, tf.errors.OpError):
-                raise self._explained(error) from error
-            raise error
+        if lost.keys() - {*resize.joining}:
+            raise self._explained(error) if isinstance(error, tf.errors.OpError) else error
+        cause = error.cause if isinstance(error, TaskError) else error
+        why = f"{describe_lost(lost)} while it joined" if lost else reason(cause)
+        # Frames that raised it have handles to objects on the tasks that go.
+        traceback.clear_frames(error.__traceback__)
         self._take_shape(resize.before, workers)
         with self._explaining():
             coordinator.disconnect(resize.joining)
         cluster.dismiss(resize.joining)
-        raise ResizeError(f"{describe_lost(lost)} while it joined") from error
+        raise ResizeError(why) from error
 
     def _take_shape(self, shape: ClusterShape, workers: Sequence[int]) -> None:
         """Counts on so many tasks from now on, and on these workers."""
@@ -266,11 +276,12 @@ class ServersStrategy(StoreStrategy):
             watch = partial(self._watched, kind="take_over")
             devices = [task.device for task in servers]
             store = prepared.store(devices, plan, self._wire, watch, values_of=self._store)
-        self._prepared, self.plan = prepared, plan
+            make_dataset = prepared.trace_dataset()
+        # Nothing has changed before that.
+        self._prepared, self.plan, self._make_dataset = prepared, plan, make_dataset
         self._evaluations.clear()
         self._iterators.clear()
         self._hold([store])
-        self._make_dataset = prepared.trace_dataset()
         self._begin_with_store()
 
     def _stands_still_for(self, resize: PendingResize, spec: TrainingSpec) -> bool:
@@ -312,7 +323,7 @@ class ServersStrategy(StoreStrategy):
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._until_cancelled():
             self._running().interrupted = interrupted
-            self._running().check_tasks()
+            self.check_tasks()
             return super().run(num_steps, interrupted, may_begin)
         return None
 

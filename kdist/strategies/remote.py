@@ -40,7 +40,7 @@ from kdist.cluster.spec import ClusterChange, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.pickling import dumps, loads, pack_program
-from kdist.errors import ClusterError, ConfigError
+from kdist.errors import ClusterError, ConfigError, KdistError, ResizeError, reason
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE
 from kdist.model.state import read_from_model
 from kdist.parameters.tables.changed_rows import DeltaBase
@@ -206,7 +206,11 @@ class Remote(AllReduce):
         before, values = self._processes, self.values
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             prefix = Path(folder) / "values"
-            values.wait_for(values.begin_save(prefix, aside=False))
+            try:
+                values.wait_for(values.begin_save(prefix, aside=False))
+            except (OSError, KdistError, tf.errors.OpError) as error:
+                processes.stop()
+                raise error if isinstance(error, ClusterError) else ResizeError(reason(error)) from error
             learning_rate = values.read({LEARNING_RATE} & values.shapes.keys())
             self._take_number(resize.after.num_workers)
             self._train_on(processes, started.result(), spec)

@@ -264,6 +264,26 @@ def test_a_server_that_dies_while_it_joins_leaves_the_run_as_it_was(
     assert set(trainer.model.get_weights()[1]) == {3.0}
 
 
+def test_a_change_that_fails_without_a_loss_leaves_the_run_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path
+) -> None:
+    take_over, failures = ParameterStore.take_over, [tf.errors.ResourceExhaustedError(None, None, "no memory here")]
+
+    def fail_first(self: ParameterStore, other: ParameterStore) -> None:
+        if failures:
+            raise failures.pop()
+        take_over(self, other)
+
+    monkeypatch.setattr(ParameterStore, "take_over", fail_first)
+    hook = Resizes([{"ps": 2, "workers": 3}, {"ps": 2, "workers": 3}])
+    trainer = kdist.Trainer(counting_model, "1ps2w", run_dir=run_dir, hooks=[hook], seed=3)
+    trainer.fit(np.arange(NUM_IDS), np.zeros(NUM_IDS), batch_size=BATCH, epochs=3, verbose=0)
+
+    assert [str(error) for error in hook.errors] == ["workers=3 ps=2: no memory here; training continues on 1ps2w"]
+    assert [resize.after for resize in hook.done] == ["2ps3w"]
+    assert set(trainer.model.get_weights()[1]) == {3.0}
+
+
 def test_what_cannot_be_done_is_refused_and_the_run_goes_on(run_dir: Path) -> None:
     changes: list[dict[str, Any]] = [{"workers": 1}, {"ps": 0}, {"move": "ps:4"}, {"workers": 2}]
     hook = Resizes(changes, every=5)

@@ -231,10 +231,12 @@ class AskedByTasks:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self.joining: list[tuple[str, str, str]] = []
+        #: A task whose connection ends before it has its answer asks again.
+        self._known: set[str] = set()
         self._leaving: set[Task] = set()
-        self._answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
-        self._reading = in_thread(self._read)
-        _ = in_thread(self._write)
+        #: None ends the thread that sends them.
+        self._answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        _ = in_thread(self._read), in_thread(self._write)
 
     def leaving(self) -> set[Task]:
         """The tasks that were told to leave since this was called last."""
@@ -245,6 +247,16 @@ class AskedByTasks:
         """Answers a task; returns at once."""
         self._answers.put((name, answer))
 
+    def refuse(self, why: str) -> None:
+        """Refuses all tasks that wait for a place."""
+        for waiting in list(self.joining):
+            self.joining.remove(waiting)
+            self.answer(waiting[0], {"error": why})
+
+    def stop(self) -> None:
+        """Sends what is to be sent, and nothing after it."""
+        self._answers.put(None)
+
     def _read(self) -> None:
         with _server_session(*chief_server(self._spec)) as session:
             ask = _queue(_ASKS).dequeue()
@@ -253,12 +265,13 @@ class AskedByTasks:
                 if "leave" in asked:
                     job, _, index = asked["leave"].partition(":")
                     self._leaving = self._leaving | {Task(job, int(index))}
-                else:
+                elif asked["join"] not in self._known:
+                    self._known.add(asked["join"])
                     self.joining.append((asked["join"], asked["job"], asked["address"]))
 
     def _write(self) -> None:
-        while True:
-            name, answer = self._answers.get()
+        while (item := self._answers.get()) is not None:
+            name, answer = item
             with suppress(tf.errors.OpError), _server_session(*chief_server(self._spec)) as session:
                 session.run(_queue(f"{_ANSWER_TO}{name}").enqueue(json.dumps(answer)))
 

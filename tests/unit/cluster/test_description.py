@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kdist.cluster.description import TaskFingerprint, check_fingerprints, differences, mismatch_error
-from kdist.cluster.spec import ClusterSpec
+from kdist.cluster.spec import ClusterSpec, Membership, Task
 from kdist.errors import ConfigError
 
 SPEC = ClusterSpec(("h1:1",), ("h2:1", "h3:1"))
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 
 def described(**changes: Any) -> TaskFingerprint:
     """A description of `CONFIG` with other values, by group."""
-    return TaskFingerprint.of(SPEC, {**CONFIG, **changes})
+    return TaskFingerprint.of(Membership(SPEC, Task("worker", 0)), {**CONFIG, **changes})
 
 
 def test_a_task_agrees_with_itself_after_the_journey() -> None:

@@ -20,13 +20,19 @@ class FakeStrategy:
         self.shape = ClusterShape(1, 2)
         self.is_ready, self.leaving, self.cancelled = True, set[Task](), 0
         self.error: Exception | None = None
+        self.joining: ClusterChange | None = None
+        self.refused: list[str] = []
 
     def tasks_to_leave(self) -> set[Task]:
         leaving, self.leaving = self.leaving, set()
         return leaving
 
-    def tasks_to_join(self) -> None:
-        return None
+    def tasks_to_join(self) -> ClusterChange | None:
+        return self.joining
+
+    def refuse_to_join(self, why: str) -> None:
+        self.joining = None
+        self.refused.append(why)
 
     def begin_resize(self, change: ClusterChange) -> PendingResize:
         workers = self.shape.num_workers - 1 if change.leave else change.workers or self.shape.num_workers
@@ -103,6 +109,27 @@ def test_fewer_workers_than_the_least_are_refused_but_one_that_is_told_to_leave_
     run.strategy.leaving = {Task("worker", 1)}
     run.step()
     assert str(run.strategy.shape) == "1ps1w"
+
+
+def test_tasks_that_cannot_join_are_told_why() -> None:
+    run = Run(min_workers=2)
+    run.strategy.joining = ClusterChange(workers=1)
+    run.step()
+    run.step()
+    assert run.strategy.refused == ["workers=1: fewer than cluster.min_workers=2"]
+
+
+def test_whoever_waits_for_a_change_hears_of_any_error_that_ends_the_run() -> None:
+    run = Run()
+
+    def fails(*_: Any) -> Resize:
+        raise ValueError("of a hook of the user's")
+
+    run.finish = fails  # type: ignore[method-assign]
+    asked = run.ask("workers=3")
+    with pytest.raises(ValueError, match="of a hook"):
+        run.step()
+    assert isinstance(asked.exception(timeout=0), ValueError)
 
 
 def test_the_present_shape_is_no_change() -> None:
