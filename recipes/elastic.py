@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from kdist.recipes import mnist
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Keras imports matplotlib, which would write its list of fonts into the cache that a test has for itself.
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
 
 import drilling
 import pytest

@@ -367,6 +367,8 @@ class Fit:
         data = self.training_data
         if data.splits is not None or not self.resumes or self.begins_anew or not self.place.shape.num_ps:
             return data
+        if self.config.strategy.local_steps > 1:
+            return data
         number = shares_in(self.files.checkpoints().newest_data_state())
         if number is None or data.share_end(0, number, 1) is None:
             return data

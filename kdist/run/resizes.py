@@ -140,7 +140,8 @@ class ResizeRequests:
     def _arrived(self, folder: Path) -> list[ResizeRequest]:
         requests = []
         with suppress(FileNotFoundError):
-            for path in sorted(folder.glob(f"*{_REQUEST}"), key=lambda path: path.name):
+            # One that is still being written has a name that begins with a dot.
+            for path in sorted(folder.glob(f"[!.]*{_REQUEST}"), key=lambda path: path.name):
                 answer = folder / path.name.replace(_REQUEST, _ANSWER)
                 given = content_of(path.read_bytes())
                 path.unlink(missing_ok=True)

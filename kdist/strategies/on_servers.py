@@ -298,7 +298,7 @@ class ServersStrategy(StoreStrategy):
     def _with_shares(self, spec: TrainingSpec) -> TrainingSpec:
         """The same training, with data that any number of workers can read, if that is possible."""
         data, number = spec.data, self._prepared.num_workers
-        if data.splits is not None or self._reads_alone or data.share_end(0, number, 1) is None:
+        if data.splits is not None or not self._can_share or data.share_end(0, number, 1) is None:
             return spec
         # What workers have read is known when they have finished their calls.
         self._set_calls_aside()
@@ -316,9 +316,9 @@ class ServersStrategy(StoreStrategy):
         return replace(spec, data=shared)
 
     @property
-    def _reads_alone(self) -> bool:
-        """True if a worker reads several batches for a step of its own."""
-        return False
+    def _can_share(self) -> bool:
+        """True if workers may read different numbers of batches."""
+        return True
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._until_cancelled():

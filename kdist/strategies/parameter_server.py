@@ -98,8 +98,9 @@ class ParameterServer(ServersStrategy):
         return spec
 
     @property
-    def _reads_alone(self) -> bool:
-        return self.batches_per_step > 1
+    def _can_share(self) -> bool:
+        # Otherwise a worker reads several batches for a step.
+        return self.batches_per_step == 1
 
     def start(self, spec: TrainingSpec) -> None:
         super().start(spec)

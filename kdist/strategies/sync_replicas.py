@@ -141,6 +141,11 @@ class SyncReplicas(ServersStrategy):
         )
         self.batches_per_step = self._replicas_per_step = self._quorum.replicas_to_aggregate
 
+    @property
+    def _can_share(self) -> bool:
+        # At the end of an epoch some would have no batch for a step in which all take part.
+        return not self._has_phases
+
     def _share(self, worker: int) -> int:
         """The number of gradients of one step that a worker computes."""
         return self._quorum.share(self._number_of(worker))
@@ -154,8 +159,7 @@ class SyncReplicas(ServersStrategy):
         if num_workers > 1:
             prepared.check_assigned(self.name)
         self._has_phases = prepared.replica_step.updates.num_phases > 1
-        splits = prepared.spec.data.splits
-        if self._has_phases and splits is not None and not splits.are_endless:
+        if self._has_phases and prepared.spec.data.splits is not None:
             raise ConfigError(
                 f"strategy=sync_replicas: model {prepared.spec.model.name} updates weights several times in a step, "
                 "for which all workers need a batch; with data that keeps arriving, that one process reads, or of "

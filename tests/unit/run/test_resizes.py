@@ -171,6 +171,20 @@ def test_another_process_asks_by_a_file_that_only_this_user_can_write(tmp_path: 
     assert str(ended.exception()) == "the run has ended, and cannot be resized"
 
 
+def test_a_request_that_is_still_being_written_waits(tmp_path: Path) -> None:
+    run = Run()
+    run.requests.open(tmp_path)
+    unfinished = tmp_path / ".resize" / ".1.request.json"
+    unfinished.write_text('{"chan')
+    run.step()
+    assert [path.name for path in (tmp_path / ".resize").iterdir()] == [unfinished.name]
+    unfinished.write_text('{"change": ["workers=3"]}')
+    unfinished.rename(tmp_path / ".resize" / "1.request.json")
+    run.requests._looked = 0.0
+    run.step()
+    assert str(run.strategy.shape) == "1ps3w"
+
+
 def test_what_is_asked_for_when_the_run_ends_is_answered(tmp_path: Path) -> None:
     run = Run()
     run.requests.open(tmp_path)
