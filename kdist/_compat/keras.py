@@ -425,6 +425,14 @@ def copy_decay_exclusions(source: keras.optimizers.Optimizer, target: keras.opti
     vars(target).update({**kept, "_exclude_from_weight_decay_cache": {}})
 
 
+def apply_as_given(optimizer: keras.optimizers.Optimizer) -> None:
+    """Spares an optimizer the all-reduce before each update, which in one process returns what it gets.
+
+    Its gradient is one of its own, and TensorFlow keeps those of all traces, with the whole graph of each.
+    """
+    vars(optimizer)["_all_reduce_sum_gradients"] = lambda grads_and_vars: grads_and_vars
+
+
 class NadamBySteps(keras.optimizers.Nadam):
     """Nadam whose product of momenta follows from the step.
 

@@ -97,11 +97,26 @@ class ExternalCluster(Cluster):
         return set() if self._asked is None else self._asked.leaving() & set(self.spec.tasks)
 
     def tasks_to_join(self) -> Counter[str]:
-        return Counter() if self._asked is None else Counter(job for _, job, _ in self._asked.joining)
+        asked = [] if self._asked is None else [job for _, job, _ in self._asked.joining]
+        return Counter([*asked, *(task.job for task in self._returning())])
 
     def refuse_to_join(self, why: str) -> None:
         if self._asked is not None:
             self._asked.refuse(why)
+        for task in self._returning():
+            self._let_go(task)
+
+    def _returning(self) -> list[Task]:
+        """The tasks that have left and were started again, by whoever starts them, for the same place."""
+        check = self._version_check
+        left = () if check is None else sorted(self.spec.left - self._joining.keys(), key=str)
+        return [task for task in left if check is not None and check.has_reported(task)]
+
+    def _let_go(self, task: Task) -> None:
+        """Tells a task that the cluster does without it."""
+        name = None if self._version_check is None else self._version_check.forget(task)
+        if self._asked is not None and name is not None:
+            self._asked.answer(name, {"left": True})
 
     @property
     def meeting_place(self) -> str | None:
@@ -114,28 +129,32 @@ class ExternalCluster(Cluster):
     def begin_to_add(self, num_ps: int, num_workers: int) -> list[Task]:
         assert self._asked is not None
         wanted = [*["ps"] * num_ps, *["worker"] * num_workers]
-        waiting = self._asked.joining
-        if Counter(wanted) - Counter(job for _, job, _ in waiting):
+        waiting, returning = self._asked.joining, self._returning()
+        if Counter(wanted) - self.tasks_to_join():
             return super().begin_to_add(num_ps, num_workers)
         if not self._config.allow_unprotected_network:
             check_private({Task(job, index): address for index, (_, job, address) in enumerate(waiting)})
-        places = [*self.spec.free_places("ps", num_ps), *self.spec.free_places("worker", num_workers)]
-        given = {}
-        for task in places:
-            given[task] = next(asked for asked in waiting if asked[1] == task.job)
-            waiting.remove(given[task])
-        spec = self.spec.with_tasks({task: address for task, (_, _, address) in given.items()})
+        addresses, given = dict[Task, str](), dict[Task, tuple[str, str, str]]()
+        for job, number in (("ps", num_ps), ("worker", num_workers)):
+            own = [task for task in returning if task.job == job][:number]
+            addresses |= {task: self.spec.address(task) for task in own}
+            for task in self.spec.free_places(job, number - len(own), but=returning):
+                given[task] = next(asked for asked in waiting if asked[1] == job)
+                waiting.remove(given[task])
+                addresses[task] = given[task][2]
+                if self._version_check is not None:
+                    self._version_check.forget(task)
+        spec = self.spec.with_tasks(addresses)
         deadline = time.monotonic() + self._config.start_timeout
-        for task, (name, _, address) in given.items():
-            if self._version_check is not None:
-                self._version_check.forget(task)
+        for task, address in addresses.items():
             self._joining[task] = address, deadline
             self._probes.add(task, address)
             self._tcp_timeouts.add(address)
             self._at_end.enter_context(environment_with(without_proxy([address])))
+        for task, (name, _, _) in given.items():
             place = {"index": task.index, "ps": spec.ps, "worker": spec.worker, "chief": spec.chief}
             self._asked.answer(name, place)
-        return places
+        return list(addresses)
 
     def are_ready(self, joining: Collection[Task]) -> bool:
         found, check = self._probes.found(), self._version_check
@@ -156,8 +175,7 @@ class ExternalCluster(Cluster):
         for task in leaving:
             self._joining.pop(task, None)
             self._probes.remove(task)
-            if self._asked is not None:
-                self._asked.answer(str(task), {"left": True})
+            self._let_go(task)
 
     def _missing(self) -> set[Task]:
         tasks, own = self.spec.addresses.keys(), self._own_task

@@ -88,8 +88,9 @@ def _joined(config: ClusterConfig) -> Membership:
         raise ConfigError(f"cluster.task={config.task}: the chief gives a {config.job} that joins its index")
     if config.chief and config.join:
         raise ConfigError(f"cluster.join={config.join}: give either this or cluster.chief")
-    chief = config.chief or chief_in(config.join)
-    if _ADDRESS.fullmatch(chief) is None:
+    if config.chief is None:
+        chief = chief_at(str(config.join))
+    elif _ADDRESS.fullmatch(chief := config.chief) is None:
         raise ConfigError(f"cluster.chief: {chief}: is no address; the form is host:port")
     with quick_import(keras=False):
         # Imports TensorFlow.
@@ -99,16 +100,17 @@ def _joined(config: ClusterConfig) -> Membership:
     return Membership(*ask_for_place(chief, str(config.job), own, config.start_timeout), has_joined=True)
 
 
-def chief_in(run_dir: str | None) -> str:
-    """The address of the chief that trains in a run dir."""
-    path = Path(str(run_dir)) / CONTROL_FOLDER / CHIEF_FILE
+def chief_at(join: str, key: str = "cluster.join=") -> str:
+    """The address of the chief that trains in a run dir; an address is taken as it is."""
+    if _ADDRESS.fullmatch(join):
+        return join
     try:
-        return path.read_text(encoding="utf-8")
+        return (Path(join) / CONTROL_FOLDER / CHIEF_FILE).read_text(encoding="utf-8")
     except OSError as error:
         why = (
             "nothing trains there whose tasks others start" if isinstance(error, FileNotFoundError) else error.strerror
         )
-        raise ConfigError(f"cluster.join={run_dir}: {why}") from None
+        raise ConfigError(f"{key}{join}: {why}") from None
 
 
 def _of_shape(shape: ClusterShape, started_by: str, environment: Mapping[str, str]) -> Membership | None:

@@ -121,9 +121,9 @@ class ClusterSpec:
         """The tasks of a job."""
         return [task for task in self.tasks if task.job == job]
 
-    def free_places(self, job: str, number: int) -> list[Task]:
-        """So many places for tasks to join: those of tasks that have left, then new ones."""
-        places, taken, index = list[Task](), set(self.of_job(job)), 0
+    def free_places(self, job: str, number: int, but: Collection[Task] = ()) -> list[Task]:
+        """So many places for tasks to join, but some: those of tasks that have left, then new ones."""
+        places, taken, index = list[Task](), {*self.of_job(job), *but}, 0
         while len(places) < number:
             if (task := Task(job, index)) not in taken:
                 places.append(task)

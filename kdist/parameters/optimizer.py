@@ -14,6 +14,7 @@ from kdist._compat.keras import (
     Accumulating,
     NadamBySteps,
     PureUpdates,
+    apply_as_given,
     decays,
     learning_rate_variable,
     missing_variables,
@@ -248,6 +249,7 @@ def _copy_for(
     excluded = [variable for original, variable in zip(originals, variables) if not decays(optimizer, original)]
     if excluded:
         copy.exclude_from_weight_decay(var_list=excluded)
+    apply_as_given(copy)
     with cheap_constants(copy):
         copy.build(list(variables))
     if missing := missing_variables(copy, optimizer):

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import Command
 from helpers import environment, free_addresses, result_of, wait_until
 from keras import layers
 
@@ -303,25 +304,6 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(run_dir: Path) -> No
     assert result_of(run_dir)["resizes"] == []
 
 
-def command(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    words = ["+recipe=linear", "cluster=1ps2w", "train.steps=1000000", "run.verbose=3", f"run.dir={run_dir}"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "kdist", *words, *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-    )
-
-
-def following(process: subprocess.Popen[str]) -> Callable[[], str]:
-    """The output so far, which a thread reads."""
-    lines: list[str] = []
-    assert process.stdout is not None
-    threading.Thread(target=lambda out: lines.extend(iter(out.readline, "")), args=[process.stdout]).start()
-    return lambda: "".join(lines)
-
-
 def workers_in(said: str) -> list[int]:
     """The process ids of the workers that the last table of tasks has."""
     return [int(pid) for pid in re.findall(r"task  \| worker:\d +\| pid +(\d+)", said.rpartition("resize |")[2])]
@@ -340,8 +322,11 @@ def resize(run_dir: Path, *words: str) -> tuple[int, str]:
 
 
 def test_another_process_resizes_a_run_and_a_worker_leaves_at_sigterm(run_dir: Path) -> None:
-    process = command(run_dir, "cluster.patience_for_workers=2")
-    said = following(process)
+    console = run_dir.with_name("console")
+    console.touch()
+    words = ["+recipe=linear", "cluster=1ps2w", "train.steps=1000000", "run.verbose=3", f"run.dir={run_dir}"]
+    process = Command(*words, "cluster.patience_for_workers=2", cwd=run_dir.parent, stdout=console)
+    said = console.read_text
     try:
         wait_until(lambda: "train |" in said(), 60, said)
         folder = run_dir / ".resize"
@@ -366,7 +351,6 @@ def test_another_process_resizes_a_run_and_a_worker_leaves_at_sigterm(run_dir: P
         assert process.wait(60) == 75
     finally:
         process.kill()
-        process.wait()
     assert "lost" not in said()
     result = result_of(run_dir)
     assert result["status"] == "failed"
@@ -385,18 +369,13 @@ def test_tasks_join_by_the_address_of_the_chief_alone_and_leave_at_sigterm(run_d
     ps, worker, chief = free_addresses(3)
     recipe = ["+recipe=linear", "cluster=hosts", "train.steps=1000000", f"run.dir={run_dir}"]
     listed = [f"cluster.ps=[{ps}]", f"cluster.worker=[{worker}]", f"cluster.chief={chief}"]
-    started: list[subprocess.Popen[str]] = []
+    started: list[Command] = []
 
-    def start(*words: str) -> tuple[subprocess.Popen[str], Callable[[], str]]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kdist", *recipe, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(),
-        )
-        started.append(process)
-        return process, following(process)
+    def start(*words: str) -> tuple[Command, Callable[[], str]]:
+        console = run_dir.with_name(f"console {len(started)}")
+        console.touch()
+        started.append(Command(*recipe, *words, cwd=run_dir.parent, stdout=console))
+        return started[-1], console.read_text
 
     try:
         tasks = [start(*listed, f"cluster.job={job}") for job in ("ps", "worker", "chief")]
@@ -416,16 +395,20 @@ def test_tasks_join_by_the_address_of_the_chief_alone_and_leave_at_sigterm(run_d
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
             assert f"-> {after}" in said()
+        # One that is started again as before has its place again, and one that the cluster gives up ends.
+        again, _ = start(*listed, "cluster.job=ps")
+        wait_until(lambda: "1ps1w -> 2ps1w" in said(), 60, said)
+        assert resize(run_dir, "ps=1")[0] == 0
+        assert server.wait(60) == 0
         tasks[-1][0].send_signal(signal.SIGTERM)
         assert tasks[-1][0].wait(60) == 143
-        for process in (server, tasks[1][0]):
+        for process in (again, tasks[1][0]):
             assert process.wait(60) == 0
     finally:
         for process in started:
             process.kill()
-            process.wait()
     result = result_of(run_dir)
-    assert [each["to"] for each in result["resizes"]] == ["1ps2w", "2ps2w", "2ps1w", "1ps1w"]
+    assert [each["to"] for each in result["resizes"]] == ["1ps2w", "2ps2w", "2ps1w", "1ps1w", "2ps1w", "1ps1w"]
     assert result["restarts"] == {"worker": 0, "cluster": 0}
 
 

@@ -168,6 +168,21 @@ def test_a_chief_whose_node_is_drained_resumes_where_it_was(cluster: Cluster) ->
     assert result_of(cluster.network.disk / "D")["global_step"] == 12000
 
 
+def test_pods_that_are_drained_leave_and_join_again_without_a_loss(cluster: Cluster) -> None:
+    cluster.arguments = ("train.steps=12000", "hooks.checkpoint.every_steps=1000")
+    cluster.start()
+    cluster.tend_until_step(2000)
+    for name, shape in ((_WORKER, "2ps1w"), (_SERVERS[1], "1ps2w")):
+        cluster.terminate(name)
+        cluster.tend_until(rf"^resize .* {shape} -> 2ps2w")
+    cluster.tend_until(None)
+    assert cluster.ended[:2] == [(_WORKER, 143), (_SERVERS[1], 143)], cluster.all_said()
+    assert {code for _, code in cluster.ended[2:]} == {0}, cluster.all_said()
+    result = result_of(cluster.network.disk / "D")
+    assert [each["to"] for each in result["resizes"]] == ["2ps1w", "2ps2w", "1ps2w", "2ps2w"]
+    assert (result["global_step"], result["restarts"]) == (12000, {"worker": 0, "cluster": 0})
+
+
 def test_a_server_that_moves_costs_the_steps_since_the_last_save(cluster: Cluster) -> None:
     cluster.start()
     cluster.tend_until_step(3500)

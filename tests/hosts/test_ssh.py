@@ -71,6 +71,21 @@ def test_tasks_on_two_hosts_train_and_end(lab: Lab) -> None:
     wait_until(lab.is_empty, 10, lambda: f"no process is left: {lab.ssh.sessions()}")
 
 
+@pytest.mark.parametrize("lab", [{"num_hosts": 3}], indirect=True)
+def test_tasks_of_another_host_join_a_run_and_leave_it_at_a_signal(lab: Lab) -> None:
+    run = lab.train("train.steps=1000000", slots="host0:2,host1:2")
+    wait_until(lambda: run.step >= 300, 120, lambda: run.said)
+    joined = lab.launch("host2:2", "--join", str(lab.network.disk / "D"), "--", *MINE)
+    wait_until(lambda: "2ps2w -> 2ps4w" in run.said or "2ps3w -> 2ps4w" in run.said, 120, lambda: run.said)
+    assert "| join host0:" in joined.said
+    joined.send_signal(signal.SIGTERM)
+    assert joined.code() == 0, joined.said
+    wait_until(lambda: "-> 2ps2w" in run.said, 60, lambda: run.said)
+    run.send_signal(signal.SIGTERM)
+    assert run.code() == 143, run.said
+    assert result_of(lab.network.disk / "D")["restarts"] == {"worker": 0, "cluster": 0}
+
+
 def test_the_command_of_the_docs_trains(lab: Lab) -> None:
     page = (REPO / "docs/howto/machines.md").read_text()
     (command,) = re.findall(r"^kdist launch (.*cluster=.*)$", page, re.MULTILINE)

@@ -9,8 +9,8 @@ every parameter server waited at such a queue ("done queue") for an element. Clo
 element might be taken by the read of a task that fell silent long ago. A second queue has the names of the tasks that
 noticed, and a third one is closed before if the chief was told to stop before the end of the run.
 
-In between, a task asks for a place in a cluster that is training, or says that it was told to leave, by another queue;
-the answer comes in a queue of its own.
+In between, a task asks for a place in a cluster that is training, or says that it was told to leave, by another queue.
+The place, and that the chief does without it, come in a queue of its own: a task that is started again is another one.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Chief:
 
     def __init__(self, spec: ClusterSpec, who: Task, patience: float) -> None:
         self._address, self._task = chief_server(spec)
-        self._who, self._patience = who, patience
+        self._who, self._patience, self._name = who, patience, _new_name()
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
-        #: Set when the chief does without this task.
-        self.has_left = threading.Event()
+        #: Set when the chief does without this task, and when this task has asked for it.
+        self.has_left, self.was_asked = threading.Event(), threading.Event()
+        self._is_over = threading.Event()
 
     def __str__(self) -> str:
         return f"{self._task} at {self._address}"
@@ -97,7 +98,7 @@ class Chief:
                 found = differences(of_chief, fingerprint)
                 if not found:
                     op_libraries.load(of_chief.op_libraries)
-                session.run(_queue(_REPORTS).enqueue(json.dumps([str(self._who), found])))
+                session.run(_queue(_REPORTS).enqueue(json.dumps([str(self._who), self._name, found])))
                 return found
 
         while time.monotonic() < deadline:
@@ -127,6 +128,7 @@ class Chief:
                 session.run(noted.enqueue(str(self._who)))
 
         outcome = in_thread(wait)
+        _ = in_thread(self._hear)
         failing_since: float | None = None
         while True:
             if self.has_left.is_set():
@@ -160,17 +162,31 @@ class Chief:
 
     def ask_to_leave(self) -> None:
         """Asks the chief to do without this task, and ends `wait_until_done` when it does; returns at once."""
-        _ = in_thread(self._leave)
 
-    def _leave(self) -> None:
-        with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
-            ask, answer = _queue(_ASKS), _queue(f"{_ANSWER_TO}{self._who}")
-            session.run(ask.enqueue(json.dumps({"leave": str(self._who)})))
-            if json.loads(session.run(answer.dequeue())).get("left"):
+        def ask() -> None:
+            with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
+                session.run(_queue(_ASKS).enqueue(json.dumps({"leave": str(self._who)})))
+
+        self.was_asked.set()
+        _ = in_thread(ask)
+
+    def _hear(self) -> None:
+        """Hears that the chief does without this task: because it has asked for it, or since somebody else has."""
+        while not self._is_over.is_set():
+            with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
+                session.run(_queue(f"{_ANSWER_TO}{self._name}").dequeue())
                 self.has_left.set()
+                return
+            self._is_over.wait(_POLL_SECS)
 
     def stop(self) -> None:
+        self._is_over.set()
         self._probes.stop()
+
+
+def _new_name() -> str:
+    """A name that no other process has."""
+    return uuid.uuid4().hex[:12]
 
 
 def ask_for_place(chief: str, job: str, address: str, timeout: float) -> tuple[ClusterSpec, Task]:
@@ -188,7 +204,7 @@ def ask_for_place(chief: str, job: str, address: str, timeout: float) -> tuple[C
         ConfigError: the chief refuses.
         ClusterError: it does not answer in `timeout` seconds.
     """
-    name = uuid.uuid4().hex[:12]
+    name = _new_name()
     asked = json.dumps({"join": name, "job": job, "address": address})
 
     def ask(task: Task) -> dict[str, Any]:
@@ -281,8 +297,9 @@ class VersionCheck:
 
     def __init__(self, spec: ClusterSpec, fingerprint: TaskFingerprint) -> None:
         self._spec, self._fingerprint = spec, fingerprint
-        #: The report of each task; empty for one that agrees.
+        #: The report of each task, empty for one that agrees, and the name by which it is answered.
         self._reported: dict[str, list[str]] = {}
+        self._names: dict[str, str] = {}
         self._differs_since: float | None = None
         self._reading = in_thread(self._work)
 
@@ -297,9 +314,10 @@ class VersionCheck:
                 raise mismatch_error(found)
         return missing
 
-    def forget(self, task: Task) -> None:
-        """Waits for another report from a place that another task takes."""
+    def forget(self, task: Task) -> str | None:
+        """Waits for another report from a place that another process takes; returns the name of the last one."""
         self._reported.pop(str(task), None)
+        return self._names.pop(str(task), None)
 
     def has_reported(self, task: Task) -> bool:
         return str(task) in self._reported
@@ -314,8 +332,8 @@ class VersionCheck:
             report = _queue(_REPORTS).dequeue()
             session.run(lay_out)
             while True:
-                task, found = json.loads(session.run(report))
-                self._reported[task] = found
+                task, name, found = json.loads(session.run(report))
+                self._names[task], self._reported[task] = name, found
 
 
 def tell_tasks(spec: ClusterSpec, tasks: Collection[Task], timeout: float, *, will_resume: bool) -> set[str]:

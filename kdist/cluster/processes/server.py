@@ -183,6 +183,9 @@ def serve_until_done(
     if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | {'it has left' if chief.has_left.is_set() else 'the chief has finished'}")
+    if config.wait_for_next_chief and chief.has_left.is_set() and chief.was_asked.is_set():
+        # Whoever replaces tasks, as a Job of Kubernetes does, takes 0 for the end of this one's work.
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _start_server(jobs: Mapping[str, Sequence[str]], task: Task, config: Any) -> tuple[Any, int]:

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kdist.cluster.resolve import chief_at
 from kdist.cluster.spec import ClusterShape
 from kdist.config.checks import check_more_than_zero, check_port
 from kdist.config.scheduler import GRACE_SECS
 from kdist.errors import ConfigError
-from kdist.extras.ssh.hosts import Request, parse_hosts
+from kdist.extras.ssh.hosts import Host, Request, parse_hosts
 from kdist.extras.ssh.launcher import run as run_tasks
 
 _DESCRIPTION = """\
@@ -22,9 +23,12 @@ Starts the tasks of a cluster on machines that ssh reaches, and ends them togeth
 
   kdist launch -H h1:2,h2:2 -- +recipe=mnist cluster=2ps2w
   kdist launch -H h1:2,h2:2 --cluster 2ps2w -- train.py --my-option
+  kdist launch -H h3:2 --join runs/mnist -- +recipe=mnist
 
 Slots are filled in order: worker 0, which is the chief as well, the other workers, then parameter servers. The hosts
 have the same folders and the same interpreter as this machine, unless options name others.
+With --join, tasks join a cluster that trains: workers in all slots, or those of --cluster, as 1ps0w. They leave it
+after SIGTERM, and it continues.
 """
 _EPILOG = """\
 ssh must log in without a password. Environment variables go along, over the encrypted connection, but not those of
@@ -63,10 +67,15 @@ def request_of(arguments: Sequence[str]) -> Request:
     check_more_than_zero("--patience", given.patience)
     check_port("--port", given.port)
     is_script = program[0].endswith(".py")
-    shape = _shape(given.cluster, None if is_script else program)
+    hosts = parse_hosts(given.hosts)
+    if given.join is None:
+        shape = _shape(given.cluster, None if is_script else program)
+    else:
+        shape = _joining(given.cluster, program, hosts)
     return Request(
-        hosts=parse_hosts(given.hosts),
+        hosts=hosts,
         shape=shape,
+        joined_chief=None if given.join is None else chief_at(given.join, "--join "),
         command=tuple(program) if is_script else ("-m", "kdist", *program),
         python=given.python,
         folder=os.path.abspath(given.workdir),
@@ -95,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-H", "--hosts", required=True, metavar="HOSTS", help="h1:2,user@h2:2,[fd00::3]:1: hosts with their slots")
     add("--cluster", metavar="SHAPE", help="how many tasks a script has, as 2ps2w; overrides say it by cluster=2ps2w")
+    add("--join", metavar="RUN_DIR", help="the run whose cluster the tasks join, or host:port of its chief")
     add("--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts [%(default)s]")
     add("--workdir", default=".", metavar="FOLDER", help="the folder on the hosts [the present one]")
     add("--ssh", default="ssh", metavar="COMMAND", help="with options, as 'ssh -p 2222 -i key' [ssh]")
@@ -113,10 +123,7 @@ def _shape(given: str | None, overrides: Sequence[str] | None) -> ClusterShape:
     else:
         if given is not None:
             raise ConfigError(f"--cluster {given}: is for scripts; behind --, write cluster={given}")
-        if wrong := [text for text in overrides if "=" not in text and not text.startswith(("-", "~"))]:
-            raise ConfigError(f"{wrong[0]}: is neither an override, as key=value, nor a script, as train.py")
-        if {"-m", "--multirun"} & set(overrides):
-            raise ConfigError("-m: a sweep starts one cluster after another; run the launcher once for each trial")
+        _check_overrides(overrides)
         shapes = [text.partition("=")[2] for text in overrides if text.startswith("cluster=")]
         if not shapes:
             raise ConfigError("no cluster= after --; give one, for example cluster=2ps2w")
@@ -125,6 +132,31 @@ def _shape(given: str | None, overrides: Sequence[str] | None) -> ClusterShape:
     if shape.is_local:
         raise ConfigError(f"cluster={text}: is one process, which needs no launcher")
     return shape
+
+
+def _joining(given: str | None, program: Sequence[str], hosts: Sequence[Host]) -> ClusterShape:
+    """The number of tasks that join: workers in all slots, or those of `--cluster`."""
+    if program[0].endswith(".py"):
+        raise ConfigError(
+            f"{program[0]}: --join is for overrides; a script says it itself, by "
+            'kdist.ClusterConfig("hosts", job="worker", join=...)'
+        )
+    _check_overrides(program)
+    if shapes := [text for text in program if text.startswith("cluster=")]:
+        raise ConfigError(f"{shapes[-1]}: the cluster that tasks join has its shape; leave it out")
+    if given is None:
+        return ClusterShape(0, sum(host.slots for host in hosts))
+    shape = ClusterShape.of_text(given)
+    if not shape.tasks or shape.has_evaluator:
+        raise ConfigError(f"--cluster {given}: say which tasks join, as 1ps1w, 2w or 1ps0w")
+    return shape
+
+
+def _check_overrides(program: Sequence[str]) -> None:
+    if wrong := [text for text in program if "=" not in text and not text.startswith(("-", "~"))]:
+        raise ConfigError(f"{wrong[0]}: is neither an override, as key=value, nor a script, as train.py")
+    if {"-m", "--multirun"} & set(program):
+        raise ConfigError("-m: a sweep starts one cluster after another; run the launcher once for each trial")
 
 
 def _grace_secs(program: Sequence[str]) -> float:

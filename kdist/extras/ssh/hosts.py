@@ -49,6 +49,7 @@ class Request:
     """The tasks to start, and the hosts.
 
     Attributes:
+        joined_chief: `host:port` of the chief whose cluster the tasks join; None if they are a cluster of their own.
         command: of every task, without the interpreter.
         python, folder: the interpreter and the working directory of the tasks, on every host.
         ssh: the command to connect with.
@@ -60,6 +61,7 @@ class Request:
 
     hosts: tuple[Host, ...]
     shape: ClusterShape
+    joined_chief: str | None
     command: tuple[str, ...]
     python: str
     folder: str
@@ -68,6 +70,10 @@ class Request:
     connect_timeout: float
     patience: float
     grace_secs: float
+
+    def name_of(self, task: Task) -> str:
+        """The name of a task in the output; the index of one that joins is known to its chief alone."""
+        return str(task) if self.joined_chief is None else f"{task.job}+{task.index + 1}"
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

@@ -70,7 +70,9 @@ def run(request: Request) -> int:
             if isinstance(ports, int):
                 return ports
             _start(request, tasks, ports, connections)
-            return _Tasks(tasks, connections, request.grace_secs).watch(events)
+            names = {host: [*map(request.name_of, of_host)] for host, of_host in tasks.items()}
+            is_cluster = request.joined_chief is None
+            return _Tasks(names, connections, request.grace_secs, is_cluster=is_cluster).watch(events)
     finally:
         for connection in connections.values():
             connection.close()
@@ -119,22 +121,39 @@ def _start(
         task: host.address(port, names[host]) for host in tasks for task, port in zip(tasks[host], ports[host])
     }
     configs = tf_configs(addresses)
-    listed = " | ".join(f"{host}: {' '.join(map(str, tasks[host]))}" for host in tasks)
-    log.say(f"kdist.launch | {request.shape} | {listed}")
+    joins = request.joined_chief
+    listed = " | ".join(f"{host}: {' '.join(map(request.name_of, tasks[host]))}" for host in tasks)
+    log.say(f"kdist.launch | {request.shape} | {f'join {joins} | ' if joins else ''}{listed}")
     environment = variables_to_send(os.environ)
     command = (request.python, *request.command)
     for host, connection in connections.items():
-        of_host = [(str(task), command, {"TF_CONFIG": configs[task]}) for task in tasks[host]]
+        of_host: list[tuple[str, tuple[str, ...], dict[str, str]]] = []
+        for task in tasks[host]:
+            if joins is None:
+                of_host.append((request.name_of(task), command, {"TF_CONFIG": configs[task]}))
+            else:
+                place = ("cluster=hosts", f"cluster.job={task.job}", f"cluster.chief={joins}")
+                of_host.append((request.name_of(task), (*command, *place), {}))
         connection.tell(tasks=of_host, environment=environment)
 
 
 class _Tasks:
-    """The tasks, from their start to the end of the last one."""
+    """The tasks, from their start to the end of the last one.
+
+    Args:
+        is_cluster: whether one that fails ends the others; those that have joined another cluster continue.
+    """
 
     def __init__(
-        self, tasks: Mapping[Host, Sequence[Task]], connections: Mapping[Host, Connection], grace_secs: float
+        self,
+        tasks: Mapping[Host, Sequence[str]],
+        connections: Mapping[Host, Connection],
+        grace_secs: float,
+        *,
+        is_cluster: bool = True,
     ) -> None:
-        self._hosts = {str(task): host for host, of_host in tasks.items() for task in of_host}
+        self._is_cluster = is_cluster
+        self._hosts = {task: host for host, of_host in tasks.items() for task in of_host}
         self._running = set(self._hosts)
         self._connections = connections
         self._grace_secs = grace_secs
@@ -200,6 +219,10 @@ class _Tasks:
         self._kill_at = now + self._grace_secs
         if self._told is not None:
             # They have been told to end, and the first one has.
+            return
+        if not self._is_cluster:
+            self._kill_at = math.inf
+            _report(what)
             return
         _report(f"{what}; ending the other tasks" if self._running else what)
         # Tasks that notice end by themselves, and say what it means for the run. A config is wrong for all of them.

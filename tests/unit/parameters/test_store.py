@@ -1,7 +1,9 @@
-"""Updates that were begun and not finished are seen by the counters of the servers."""
+"""Updates that were begun and not finished are seen by the counters of the servers; functions that push can end."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,15 @@ def test_an_update_that_ends_in_the_middle_is_not_whole_or_was_never_begun(store
     assert not changed or not store.counters.is_consistent()
     store.align()
     assert store.counters.is_consistent()
+
+
+def test_a_function_that_pushes_is_forgotten_when_another_one_has_replaced_it(store: ParameterStore) -> None:
+    def call() -> tf.Tensor:
+        pulled = store.pull()
+        unchanged = [None] * len(pulled.trainable)
+        gradients = [tf.ones_like(value) for value in pulled.trainable]
+        return store.push(ReplicaOutput(gradients, unchanged, [None] * len(pulled.state), [], 1), pulled)
+
+    graph = weakref.ref(tf.function(call, autograph=False).get_concrete_function().graph)
+    gc.collect()
+    assert graph() is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kdist.cli.main import run
-from kdist.cluster.spec import ClusterShape
+from kdist.cluster.spec import ClusterShape, Task
 from kdist.errors import ConfigError
 from kdist.extras.ssh.command import request_of
 from kdist.extras.ssh.hosts import Host
@@ -30,6 +30,16 @@ def test_a_script_runs_with_its_arguments() -> None:
     assert (request.shape, request.port) == (ClusterShape(1, 2), 3000)
 
 
+def test_tasks_join_a_cluster_as_workers_unless_something_else_is_said(tmp_path: Path) -> None:
+    (tmp_path / ".resize").mkdir()
+    (tmp_path / ".resize" / "chief").write_text("h1:4000")
+    request = request_of(["-H", "h3:2,h4", "--join", str(tmp_path), "--", "+recipe=mnist"])
+    assert (request.shape, request.joined_chief) == (ClusterShape(0, 3), "h1:4000")
+    assert request.name_of(Task("worker", 1)) == "worker+2"
+    request = request_of(["-H", "h3:2", "--join", "h1:5000", "--cluster", "1ps0w", "--", "+recipe=mnist"])
+    assert (request.shape, request.joined_chief) == (ClusterShape(1, 0), "h1:5000")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -43,6 +53,10 @@ def test_a_script_runs_with_its_arguments() -> None:
         ("-H h1:4 -- -m cluster=2ps2w", "-m: a sweep starts one cluster after another"),
         ("-H h1:4 -- train.py", "--cluster is not given: say how many tasks the script has"),
         ("-H h1:4 --cluster 2ps2w -- +recipe=mnist", "--cluster 2ps2w: is for scripts"),
+        ("-H h1:4 --join nowhere -- +recipe=mnist", "--join nowhere: nothing trains there whose tasks others start"),
+        ("-H h1:4 --join h1:5000 -- cluster=2w", "cluster=2w: the cluster that tasks join has its shape; leave it out"),
+        ("-H h1:4 --join h1:5000 -- train.py", "train.py: --join is for overrides; a script says it itself, by "),
+        ("-H h1:4 --join h1:5000 --cluster 2x -- +recipe=mnist", "--cluster 2x: say which tasks join, as 1ps1w, 2w or"),
         ("-H h1:4 --port 0 -- cluster=2ps2w", "--port=0: must be a port, from 1 to 65535"),
         ("-H h1:4 --patience 0 -- cluster=2ps2w", "--patience=0: must be more than 0"),
         ("-H h1:4 --connect-timeout nan -- cluster=2ps2w", "--connect-timeout=nan: must be more than 0"),

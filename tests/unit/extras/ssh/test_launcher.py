@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from kdist.cluster.spec import Task
 from kdist.extras.ssh import launcher
 from kdist.extras.ssh.connection import ConnectionClosed, Event, TaskExited, TaskOutput
 from kdist.extras.ssh.hosts import Host
 
 H1, H2 = Host("h1"), Host("h2")
-TASKS = {H1: (Task("worker", 0),), H2: (Task("ps", 0), Task("ps", 1))}
+TASKS = {H1: ("worker:0",), H2: ("ps:0", "ps:1")}
 
 
 class Connection:
@@ -27,13 +26,13 @@ class Connection:
         self.signals.append(signal)
 
 
-def watch(*given: Event, grace_secs: float = 60) -> tuple[int, list[int]]:
+def watch(*given: Event, grace_secs: float = 60, is_cluster: bool = True) -> tuple[int, list[int]]:
     """The exit code after these events, and the signals that each host was sent."""
     connections: dict[Host, Any] = {H1: Connection(), H2: Connection()}
     events: SimpleQueue[Event] = SimpleQueue()
     for event in given:
         events.put(event)
-    code = launcher._Tasks(TASKS, connections, grace_secs).watch(events)
+    code = launcher._Tasks(TASKS, connections, grace_secs, is_cluster=is_cluster).watch(events)
     assert connections[H1].signals == connections[H2].signals
     return code, connections[H1].signals
 
@@ -56,6 +55,11 @@ def test_the_first_failure_counts_unless_it_followed_from_another(codes: tuple[i
 def test_a_task_that_was_killed_is_a_failure_of_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert watch(TaskExited("ps:1", -9), *ended(75, 75)) == (75, [])
     assert capsys.readouterr().err == "kdist: ps:1 on h2 failed (signal 9, SIGKILL); ending the other tasks\n"
+
+
+def test_tasks_that_have_joined_a_cluster_continue_without_one_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch(TaskExited("ps:1", -9), *ended(0, 0), is_cluster=False) == (75, [])
+    assert capsys.readouterr().err == "kdist: ps:1 on h2 failed (signal 9, SIGKILL)\n"
 
 
 def test_tasks_that_do_not_end_are_told_and_then_killed(
