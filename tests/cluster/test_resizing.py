@@ -172,7 +172,7 @@ def test_values_are_the_same_bit_for_bit_on_other_servers(
     rng = np.random.default_rng(2)
     x = [rng.integers(0, 2**60, (200, 2)), rng.integers(0, 1000, 200)]
     hook = Resizes(changes)
-    options = {"placement": "partitioned", "partition_min_bytes": 1 << 10}
+    options: dict[str, Any] = {"placement": "partitioned", "partition_min_bytes": 1 << 12, "steps_per_call": 1}
     trainer = kdist.Trainer(model_of_all_kinds, "2ps1w", strategy, run_dir=run_dir, hooks=[hook], seed=3, **options)
     trainer.fit(x, rng.normal(size=200), batch_size=10, steps=20 + 60 * len(changes), verbose=0)
 

@@ -56,6 +56,20 @@ def test_scancel_saves_and_the_same_run_dir_resumes(slurm: SlurmSystem) -> None:
     cancel(slurm, again)
 
 
+def test_another_job_joins_and_is_cancelled_without_a_loss(slurm: SlurmSystem) -> None:
+    job = start(slurm)
+    joins = ("cluster=hosts", "cluster.job=worker", f"cluster.join={job.run_dir('mine')}")
+    command = " ".join(["srun", "python", "-m", "kdist", *_LONG, *joins])
+    other = slurm.submit("--ntasks=2", "--nodes=2", "--output=slurm-%j.out", f"--wrap={command}")
+    job.wait_for(r"^resize .* -> 2ps5w ", START_SECS)
+    slurm.run("scancel", str(other.number))
+    assert other.end(_STOP_SECS) == "CANCELLED"
+    job.wait_for(r"^resize .* -> 2ps3w ", _STOP_SECS)
+    cancel(slurm, job)
+    result = result_of(job.run_dir("mine"))
+    assert (result["status"], result["restarts"]) == ("preempted", {"worker": 0, "cluster": 0})
+
+
 def test_a_signal_ahead_of_the_time_limit_saves_and_the_job_requeues_itself(slurm: SlurmSystem) -> None:
     job = start(slurm, "--time=2", "--signal=USR1@60")
     step = saved_step(job)

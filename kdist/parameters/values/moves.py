@@ -13,15 +13,18 @@ from math import prod
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import function_of_its_own
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.messages import cut
 from kdist.parameters.tables.dynamic_table import IDS, TABLES
 from kdist.parameters.values.dynamic_values import DynamicValues
-from kdist.parameters.values.named_values import NamedValues, Slice
+from kdist.parameters.values.named_values import NamedValues, Slice, assign_elements
 from kdist.parameters.values.slices import ChosenSlices, ServerRows, assign_run, read_run
 
 #: A value's rows where they are, and where they go.
 _Move = tuple[Slice, Slice]
+#: Elements up to which it takes longer to trace a move than to find each element of it.
+_SMALL = 1 << 14
 
 
 def move_values(old: NamedValues, new: NamedValues) -> None:
@@ -60,42 +63,77 @@ def _traced(groups: Sequence[Sequence[_Move]]) -> Callable[[], object]:
         before: list[tf.Operation] = []
         for group in groups:
             with tf.control_dependencies(before):
-                sent = []
-                for source, _ in group:
-                    with tf.device(source.variable.device):
-                        sent += read_run([source])
-                before = []
-                for value, (_, target) in zip(sent, group):
-                    with tf.device(target.variable.device):
-                        before.append(assign_run([target], [value]))
+                parcels = _parcels(group)
+                with tf.device(group[0][0].variable.device):
+                    sent = list(map(_read, parcels))
+                with tf.device(group[0][1].variable.device):
+                    before = list(map(_assign, parcels, sent))
 
     return tf.function(move, autograph=False).get_concrete_function()
+
+
+def _parcels(group: Sequence[_Move]) -> list[list[_Move]]:
+    """The rows that are read, sent and assigned at once: those of a value, or of many small ones of two vectors.
+
+    A deep model has hundreds of small values; to trace operations for each would take longer than to move them.
+    """
+    found: dict[tuple[int, ...], list[_Move]] = defaultdict(list)
+    for i, (source, target) in enumerate(group):
+        are_vectors = source.variable.shape.rank == target.variable.shape.rank == 1
+        is_small = are_vectors and prod(target.own_shape) <= _SMALL
+        found[(id(source.variable), id(target.variable)) if is_small else (i,)].append((source, target))
+    return list(found.values())
+
+
+def _read(parcel: Sequence[_Move]) -> tf.Tensor:
+    if len(parcel) == 1:
+        return read_run([parcel[0][0]])[0]
+    return tf.gather(parcel[0][0].variable.read_value_no_copy(), _elements([source for source, _ in parcel]))
+
+
+def _assign(parcel: Sequence[_Move], value: tf.Tensor) -> tf.Operation:
+    if len(parcel) == 1:
+        return assign_run([parcel[0][1]], [value])
+    return assign_elements(parcel[0][1].variable, _elements([target for _, target in parcel]), value)
+
+
+def _elements(slices: Sequence[Slice]) -> tf.Tensor:
+    """The elements of slices in the vector that holds them, int64 `[n]`."""
+    places = [each.place_in(each.variable.shape) for each in slices]
+    starts, stops = ([getattr(place, end) for place in places] for end in ("start", "stop"))
+    return tf.raw_ops.RaggedRange(
+        starts=tf.constant(starts, tf.int64), limits=tf.constant(stops, tf.int64), deltas=tf.constant(1, tf.int64)
+    ).rt_dense_values
 
 
 def move_rows(old: DynamicValues, new: DynamicValues) -> None:
     """Gives the rows of all dynamic tables to tables on other servers, which have none."""
     for source, target in zip(old.slices, new.slices):
+        # Each is traced once, whoever gives it rows.
+        takers = [function_of_its_own(holder.take) for holder in target.tables]
         for rows in source.rows:
-            give = _giver(source, rows, target)
+            give = _giver(source, rows, target, takers)
             for start in range(0, int(rows.num_rows.numpy()), source.slice_rows):
                 for table in range(len(source.names)):
                     give(tf.constant(start, tf.int64), tf.constant(table, tf.int32))
 
 
-def _giver(source: ChosenSlices, rows: ServerRows, target: ChosenSlices) -> Callable[..., object]:
-    """A function that gives rows of a table, from a row on, to the servers of their ids."""
+def _giver(
+    source: ChosenSlices, rows: ServerRows, target: ChosenSlices, takers: Sequence[Callable[..., object]]
+) -> Callable[..., object]:
+    """A function that gives rows of a table, from a row on, to the servers of their ids, by what takes them there."""
     columns = [column for column in rows.stored if column != TABLES]
 
     def give(start: tf.Tensor, table: tf.Tensor) -> None:
         with tf.device(rows.device):
             chosen = source.rows_of(rows, start, table)
             values = {column: rows.stored[column].sparse_read(chosen) for column in columns}
-        for holder in target.tables:
+        for holder, take in zip(target.tables, takers):
             with tf.device(rows.device):
                 own = tf.boolean_mask(tf.range(tf.size(chosen)), holder.keys_here(values[IDS], table))
                 sent = {column: tf.gather(value, own) for column, value in values.items()}
             with tf.device(holder.device):
-                holder.take(table, sent)
+                take(table, sent)
 
     specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
     return tf.function(give, autograph=False).get_concrete_function(*specs)

@@ -212,6 +212,16 @@ def assign_rows(variable: tf.Variable, start: Any, stop: Any, rows: tf.Tensor) -
     assigned = tf.raw_ops.ResourceStridedSliceAssign(
         ref=variable.handle, begin=[start], end=[stop], strides=[1], value=rows
     )
+    return _then_read_without_copies(variable, assigned)
+
+
+def assign_elements(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Operation:
+    """Sets elements of a vector in place, each to one of `values`."""
+    assigned = tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=places, updates=values)
+    return _then_read_without_copies(variable, assigned)
+
+
+def _then_read_without_copies(variable: tf.Variable, assigned: tf.Operation) -> tf.Operation:
     with tf.control_dependencies([assigned]):
         # Otherwise every later read, and every dense update, would copy the whole variable.
         return tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
