@@ -68,8 +68,9 @@ def joins(run_dir: str, kind: str, cluster: str, *workers: str) -> Figures:
         layers = [keras.layers.Input((1,)), keras.layers.Lambda(sleep, output_shape=lambda shape: shape)]
         batch_size = 1
     else:
-        x = np.random.default_rng(0).random((600_000, 784), np.float32)
-        layers = [keras.layers.Input((784,)), keras.layers.Dense(100, "relu")]
+        # Epochs of several seconds, and no more data than a worker that joins gets in a moment.
+        x = np.random.default_rng(0).random((600_000, 64), np.float32)
+        layers = [keras.layers.Input((64,)), keras.layers.Dense(600, "relu")]
         batch_size = 100
     model = keras.Sequential([*layers, keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -161,7 +161,7 @@ MOVES: list[dict[str, Any]] = [{"ps": 3}, {"move": "ps:0"}, {"ps": 1}, {"ps": 2}
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        ("parameter_server", MOVES[:2]),
+        ("parameter_server", MOVES[:1]),
         pytest.param("parameter_server", MOVES, marks=pytest.mark.long),
         pytest.param("sync_replicas", MOVES, marks=pytest.mark.long),
     ],
