@@ -48,7 +48,7 @@ def test_they_are_all_layers_of_kdist() -> None:
 @pytest.mark.parametrize(
     ("imports", "names"),
     [
-        ("kdist, keras", ["pooled"]),
+        pytest.param("kdist, keras", ["pooled"], marks=pytest.mark.long),
         ("kdist, keras", ["dynamic", "strings"]),
         ("keras, kdist", list(LAYERS)),
         # TensorFlow is what a module below the layers imports first, and imports Keras.
