@@ -7,8 +7,6 @@ of its own.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measured import Figures, measured, run
 from benchmarks.workloads import sleep
-
-Figures = dict[str, Any]
 
 _STATE_GB, _WIDTH = 1.0, 64
 _PAIRS = 3
@@ -146,13 +143,7 @@ def _own_bytes() -> int:
 
 
 def _measured(folder: str, *arguments: str) -> Figures:
-    run_dir = tempfile.mkdtemp(dir=folder)
-    command = [sys.executable, "-m", "benchmarks.elastic", "--measure", arguments[0], run_dir, *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    figures: Figures = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    return measured("benchmarks.elastic", arguments[0], tempfile.mkdtemp(dir=folder), *arguments[1:])
 
 
 def main() -> None:
@@ -174,8 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        kind, folder, *rest = sys.argv[2:]
-        print(json.dumps(MEASUREMENTS[kind](folder, *rest)))
-    else:
-        main()
+    run(MEASUREMENTS, main)

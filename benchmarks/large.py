@@ -6,8 +6,6 @@ Python to the end of the first step, of which the first run is the last part; al
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-Figures = dict[str, Any]
+from benchmarks.measured import Figures, measured, run
 
 _STARTED = time.monotonic()
 _WIDTH = 64
@@ -185,11 +183,7 @@ def main() -> None:
         for name, arguments in rows:
             if len(sys.argv) > 1 and not any(part in name for part in sys.argv[1:]):
                 continue
-            command = [sys.executable, "-m", "benchmarks.large", "--measure", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            figures = json.loads(done.stdout.splitlines()[-1])
+            figures = measured("benchmarks.large", *arguments)
             cells = [f"{figures[column]:.2f}" if column in figures else "" for column in columns]
             lines.append(f"| {name} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
@@ -197,8 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        kind, folder, *rest = sys.argv[2:]
-        print(json.dumps(MEASUREMENTS[kind](folder, *rest)))
-    else:
-        main()
+    run(MEASUREMENTS, main)

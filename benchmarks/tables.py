@@ -6,10 +6,7 @@ ragged ids, pooled by the layer and by hand. The last run fills a dynamic table 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measured import Figures, measured, run
 from benchmarks.workloads import WORKLOADS, compiled_keras_model, dataset
-
-Figures = dict[str, float]
 
 _NUM_IDS, _HOT_IDS, _BATCH, _DIM = 3_000_000, 64, 8192, 16
 _FIRST_SWEEP_SECS = 30.0
@@ -147,11 +143,7 @@ def _resident_bytes(pid: int) -> int:
 
 def _measured(*arguments: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.tables", "--measure", arguments[0], folder, *arguments[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+        return measured("benchmarks.tables", arguments[0], folder, *arguments[1:])
 
 
 def _compare(measurement: str, kinds: tuple[str, str], pairs: int = 3) -> None:
@@ -170,8 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        kind, *rest = sys.argv[2:]
-        print(json.dumps(MEASUREMENTS[kind](*rest)))
-    else:
-        main()
+    run(MEASUREMENTS, main)

@@ -26,8 +26,8 @@ leave, and values move from server to server.
   kdist resize runs/mine move=ps:0        another process takes the values of this server, and its place
 """
 _EPILOG = """\
-The chief starts the tasks that join, and answers when the change is made. A change of a run whose tasks others start is
-refused: tasks join when they are started (cluster.chief=HOST:PORT), and leave at SIGTERM.
+The chief starts the tasks that join, and answers when the change is made. Where others start the tasks, more of them
+are refused: they join when they are started (cluster.chief=HOST:PORT). Those that leave end, with code 0.
 Exit codes: 0 resized, 2 refused, 75 not resized, and the run goes on as before.
 """
 

@@ -108,9 +108,9 @@ class ExternalCluster(Cluster):
 
     def _returning(self) -> list[Task]:
         """The tasks that have left and were started again, by whoever starts them, for the same place."""
-        check = self._version_check
-        left = () if check is None else sorted(self.spec.left - self._joining.keys(), key=str)
-        return [task for task in left if check is not None and check.has_reported(task)]
+        if (check := self._version_check) is None:
+            return []
+        return [task for task in sorted(self.spec.left - self._joining.keys(), key=str) if check.has_reported(task)]
 
     def _let_go(self, task: Task) -> None:
         """Tells a task that the cluster does without it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kdist.cluster.spec import ClusterShape
-from kdist.errors import ClusterError
+from kdist.errors import ClusterError, ConfigError
 
 _COMMAND_SECS = 60.0
 #: What `cluster.scaler` may be, beside a command.
@@ -36,14 +36,29 @@ class CommandScaler:
     """Runs a command, in which `{workers}` and `{ps}` are the wanted numbers of tasks.
 
     Tasks that it starts ask the chief for a place; tasks that it ends get SIGTERM, and leave.
+
+    Raises:
+        ConfigError: the command cannot be read.
     """
 
     def __init__(self, command: str) -> None:
         self._command = command
+        try:
+            if not self._words(ClusterShape(1, 1)):
+                raise ValueError("is empty")
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            why = f"{{{error.args[0]}}} is not known" if isinstance(error, KeyError) else error
+            raise ConfigError(
+                f"cluster.scaler={command}: {why}; give local, none, auto, or a command with {{workers}} and {{ps}}, "
+                "and {{ and }} for other braces"
+            ) from None
+
+    def _words(self, shape: ClusterShape) -> list[str]:
+        return [word.format(workers=shape.num_workers, ps=shape.num_ps) for word in shlex.split(self._command)]
 
     def scale(self, shape: ClusterShape, why: str) -> None:
         """Raises `ClusterError` if the command fails, or takes longer than a minute."""
-        words = [word.format(workers=shape.num_workers, ps=shape.num_ps) for word in shlex.split(self._command)]
+        words = self._words(shape)
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

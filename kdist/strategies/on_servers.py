@@ -487,7 +487,7 @@ class ServersStrategy(StoreStrategy):
         """Deletes the handles to objects on the tasks, while the tasks are there; a failed start has made only some."""
         self._evaluations.clear()
         self._iterators.clear()
-        with suppress(AttributeError):
+        if "_prepared" in vars(self):
             self._prepared.spec.data.forget()
         self._sweeper = None
         with suppress(AttributeError):

@@ -60,8 +60,10 @@ class Chief:
         self._address, self._task = chief_server(spec)
         self._who, self._patience, self._name = who, patience, _new_name()
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
-        #: Set when the chief does without this task, and when this task has asked for it.
-        self.has_left, self.was_asked = threading.Event(), threading.Event()
+        #: Set when the chief does without this task.
+        self.has_left = threading.Event()
+        #: Whether this task has asked for it.
+        self.has_asked = False
         self._is_over = threading.Event()
 
     def __str__(self) -> str:
@@ -167,7 +169,7 @@ class Chief:
             with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
                 session.run(_queue(_ASKS).enqueue(json.dumps({"leave": str(self._who)})))
 
-        self.was_asked.set()
+        self.has_asked = True
         _ = in_thread(ask)
 
     def _hear(self) -> None:

@@ -183,7 +183,7 @@ def serve_until_done(
     if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
     log.say(f"done  | {task} | {'it has left' if chief.has_left.is_set() else 'the chief has finished'}")
-    if config.wait_for_next_chief and chief.has_left.is_set() and chief.was_asked.is_set():
+    if config.wait_for_next_chief and chief.has_left.is_set() and chief.has_asked:
         # Whoever replaces tasks, as a Job of Kubernetes does, takes 0 for the end of this one's work.
         raise SystemExit(128 + signal.SIGTERM)
 

@@ -126,14 +126,15 @@ def _start(
     log.say(f"kdist.launch | {request.shape} | {f'join {joins} | ' if joins else ''}{listed}")
     environment = variables_to_send(os.environ)
     command = (request.python, *request.command)
+
+    def role(task: Task) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The command of a task, and the variables that it needs besides."""
+        if joins is None:
+            return command, {"TF_CONFIG": configs[task]}
+        return (*command, "cluster=hosts", f"cluster.job={task.job}", f"cluster.chief={joins}"), {}
+
     for host, connection in connections.items():
-        of_host: list[tuple[str, tuple[str, ...], dict[str, str]]] = []
-        for task in tasks[host]:
-            if joins is None:
-                of_host.append((request.name_of(task), command, {"TF_CONFIG": configs[task]}))
-            else:
-                place = ("cluster=hosts", f"cluster.job={task.job}", f"cluster.chief={joins}")
-                of_host.append((request.name_of(task), (*command, *place), {}))
+        of_host = [(request.name_of(task), *role(task)) for task in tasks[host]]
         connection.tell(tasks=of_host, environment=environment)
 
 

@@ -96,3 +96,19 @@ def test_a_scaler_resizes_says_or_runs_a_command(tmp_path: object) -> None:
         CommandScaler("false").scale(shape, "why")
     with pytest.raises(ClusterError, match="cluster.scaler: no-such-command 3: "):
         CommandScaler("no-such-command {workers}").scale(shape, "why")
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("kubectl scale --replicas={worker}", "{worker} is not known; give local"),
+        ("kubectl 'scale", "No closing quotation; give local"),
+        ("awk {", "Single '{' encountered in format string; give local"),
+        ("scale {workers.x}", "'int' object has no attribute 'x'; give local"),
+        ("", "is empty; give local, none, auto, or a command with {workers} and {ps}, and {{ and }} for other braces"),
+    ],
+)
+def test_a_command_that_cannot_be_read_is_refused_before_it_is_needed(command: str, why: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        CommandScaler(command)
+    assert str(raised.value).startswith(f"cluster.scaler={command}: {why}")

@@ -1,0 +1,30 @@
+"""Measurements that each take a process of their own: `python -m benchmarks.large`, `tables` and `elastic`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+def measured(module: str, *arguments: str, timeout: float = 900) -> Figures:
+    """Runs a measurement of a module, by its name and arguments, in another process; ends this one if it fails."""
+    command = [sys.executable, "-m", module, "--measure", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def run(measurements: Mapping[str, Callable[..., Figures]], main: Callable[[], None]) -> None:
+    """What a module does as a program: a measurement of it, or all that it compares."""
+    if sys.argv[1:2] == ["--measure"]:
+        name, *arguments = sys.argv[2:]
+        print(json.dumps(measurements[name](*arguments)))
+    else:
+        main()
