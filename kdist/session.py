@@ -20,7 +20,7 @@ import numpy as np
 from kdist.cluster.spec import ClusterChange
 from kdist.config.schema import RESUME_MODES, ClusterConfig, RunConfig, TrainConfig
 from kdist.console import lines
-from kdist.errors import CheckpointError, ClusterError, ConfigError, NoWorkersError, TornUpdateError
+from kdist.errors import CheckpointError, ClusterError, ConfigError, NoWorkersError, ResizeError, TornUpdateError
 from kdist.forks import children_end_here
 from kdist.hooks.base import Hook, RunContext, RunValues
 from kdist.hooks.data_position import hooks_of
@@ -148,8 +148,8 @@ class TrainSession:
                 self._restore()
                 for hook in self.hooks:
                     hook.after_create_session(self)
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            self._close(error)
             raise
         self.is_started = True
         self._resizer.requests.open(self.run_dir, self.strategy.meeting_place)
@@ -315,8 +315,11 @@ class TrainSession:
             if error is None:
                 self.request_stop(_CALLER)
                 self._insist(self._end)
+        except BaseException as another:
+            error = another
+            raise
         finally:
-            self._close()
+            self._close(error)
 
     def _run(self) -> RunValues | None:
         self._resizer.advance(self.strategy, self.global_step, self._finish_resize)
@@ -382,6 +385,10 @@ class TrainSession:
     def _finish_resize(self, request: ResizeRequest, pending: PendingResize) -> Resize:
         # A checkpoint that is being written is of the servers as they are.
         self._saves.settle(cluster_is_there=True)
+        return self._resize(pending, str(request.change), request.why, request.asked)
+
+    def _resize(self, pending: PendingResize, change: str, why: str, asked: float) -> Resize:
+        """Changes the cluster, and tells everybody; `asked` is the time, of `time.monotonic`, at which it began."""
         started = self._clock()
         of_shape = Resized(self._make_strategy, self.spec, self.last_step)
         if self._resized is not None:
@@ -396,8 +403,8 @@ class TrainSession:
             # Their state is that of the session from now on.
             self.hooks[:0] = hooks_of(spec.data.splits, resumes=True)
         self.spec = spec
-        before, after, waited = str(pending.before), str(pending.after), time.monotonic() - request.asked
-        done = Resize(self.global_step, before, after, str(request.change), request.why, seconds, waited, now())
+        before, after, waited = str(pending.before), str(pending.after), time.monotonic() - asked
+        done = Resize(self.global_step, before, after, change, why, seconds, waited, now())
         self.resizes.append(done)
         self.print_line(lines.resize_line(self.global_step, self.last_step, done.to_dict()))
         for hook in self.hooks:
@@ -455,7 +462,8 @@ class TrainSession:
             cluster_is_there = isinstance(error, TornUpdateError)
             self._saves.settle(cluster_is_there=cluster_is_there)
             newest = self.checkpoints.newest()
-            may_restart = self._num_restarts < self._max_restarts and (cluster_is_there or self._may_restart_tasks)
+            may_go_on = cluster_is_there or self.strategy.can_regroup or self._may_restart_tasks
+            may_restart = self._num_restarts < self._max_restarts and may_go_on
             if newest is None or self.interrupted or not may_restart:
                 raise error
             if self.checkpoints.steps()[-1] < self.first_step:
@@ -463,25 +471,42 @@ class TrainSession:
                 raise error
             self._num_restarts += 1
             counts = self._num_restarts, self._max_restarts
-            warn(lines.again_line(error, newest, *counts, cluster_is_there=cluster_is_there))
+            goes_on = cluster_is_there or self.strategy.can_regroup
+            warn(lines.again_line(error, newest, *counts, cluster_is_there=goes_on))
             self._went_on_since = None
             try:
                 with self._recovery_is_ours():
-                    if not cluster_is_there:
-                        self._resizer.begin_again()
-                        self._num_new_clusters += 1
-                        self._num_worker_restarts += self.strategy.worker_restarts
-                        self.strategy.stop()
-                        self.strategy = self._make_strategy()
-                        self.strategy.start(self.spec)
+                    began = time.monotonic()
+                    regrouped = None if cluster_is_there else self._regain_cluster()
                     self._restore_newest()
                     self.global_step = self.strategy.values.global_step()
+                    if regrouped is not None:
+                        self._finish_regrouping(regrouped, str(error).splitlines()[0], began)
                     self.summaries.restart(self.global_step)
                     for hook in self.hooks:
                         hook.after_create_session(self)
                 return
             except ClusterError as another:
                 error = another
+
+    def _regain_cluster(self) -> PendingResize | None:
+        """Makes a new cluster; or waits for the tasks that are left, and returns the change to them."""
+        self._num_new_clusters += 1
+        self._num_worker_restarts += self.strategy.worker_restarts
+        if self.strategy.can_regroup:
+            self._resizer.cancel(self.strategy, ResizeError("a worker was lost meanwhile"))
+            return self.strategy.regroup(lambda: self.interrupted)
+        self._resizer.begin_again()
+        self.strategy.stop()
+        self.strategy = self._make_strategy()
+        self.strategy.start(self.spec)
+        return None
+
+    def _finish_regrouping(self, regrouped: PendingResize, why: str, began: float) -> None:
+        if regrouped.leaving:
+            self._resize(regrouped, str(ClusterChange(workers=regrouped.after.num_workers)), why, began)
+        else:
+            self.strategy.finish_resize(regrouped, self.spec)
 
     def _restore(self) -> None:
         if self._resume == "never":
@@ -511,8 +536,9 @@ class TrainSession:
         for hook in self.hooks if is_delta else []:
             hook.after_delta(path)
 
-    def _close(self) -> None:
-        self.strategy.is_interrupted = self.interrupted
+    def _close(self, error: BaseException | None) -> None:
+        # Errors after which a retry may help; tasks that wait for the next chief do so then.
+        self.strategy.is_interrupted = self.interrupted or isinstance(error, (ClusterError, NoWorkersError))
         with ExitStack() as closing:
             closing.callback(self._resizer.close, self.strategy)
             # All are called even if one raises; the last one first.

@@ -19,7 +19,7 @@ import numpy as np
 
 from kdist import log
 from kdist._compat.keras import in_order
-from kdist.cluster.resolve import common_seed, membership_of, with_given
+from kdist.cluster.resolve import membership_of, with_given
 from kdist.cluster.spec import ClusterChange, Membership
 from kdist.config.checks import STOP_SIGNALS, check_verbose
 from kdist.config.hparams import plain
@@ -205,9 +205,6 @@ class Trainer:
         seed = config.run.seed
         self._follows_run = seed is None
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        if seed is None and membership is not None and membership.runs_program:
-            self.seed = common_seed(membership)
-            self._follows_run = False
         self._config = config.with_values(run={"seed": self.seed})
         self._source = ModelSource(build_model, self.strategy_name, on_servers=self._place.shape.num_ps > 0)
         # None continues from the model as it is.

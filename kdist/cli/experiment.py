@@ -145,7 +145,7 @@ def run_job(
         origin = Origin.here_and_now(known, overrides_of_job())
         signals.exit_at_once = live.exit_at_once
         try:
-            _train(checked, folder, origin, began=began)
+            _train(checked, membership, folder, origin, began)
         except ClusterError as error:
             from kdist.run.run_dir import RunDir
 
@@ -164,7 +164,11 @@ def run_job(
 
 
 def _train(
-    config: Config, run_dir: Folder | str | None, origin: Origin, *, began: float | None = None, is_chief: bool = True
+    config: Config,
+    membership: Membership | None,
+    run_dir: Folder | str | None,
+    origin: Origin,
+    began: float | None = None,
 ) -> None:
     """Trains as a checked config says, or takes part in the training if this process is not the chief.
 
@@ -187,6 +191,7 @@ def _train(
     keras.utils.clear_session()
     if config.run.seed is not None:
         keras.utils.set_random_seed(config.run.seed)
+    is_chief = membership is None or membership.is_chief
     if run_dir is not None and is_chief:
         # Before anything replaces the record of a newer version.
         RunDir(run_dir, config.run.name).read_result()
@@ -203,6 +208,7 @@ def _train(
             hparams=hparams_of(asdict(config), overrides_of_job(), ["train.batch_size", *config.run.hparams]),
             origin=origin,
             began=began,
+            membership=membership,
         )
         # Built now, so that its errors are found before anything starts.
         _ = trainer.model
@@ -218,7 +224,7 @@ def _train(
         if run_dir is not None and not is_said:
             files = RunDir(run_dir, config.run.name)
             if files.result_written_at() == earlier:
-                shape = shape_of(config.cluster, membership_of(config.cluster, os.environ))
+                shape = shape_of(config.cluster, membership)
                 files.write_result(
                     Result(
                         strategy=registry.resolve(config.strategy, shape),
@@ -269,7 +275,7 @@ def _serve(known: Mapping[str, Any], config: Config, membership: Membership, sto
 
             # An evaluator reads there what the chief saves.
             run_dir = config.run.dir if membership.evaluates else None
-            _train(config, run_dir, Origin.here_and_now(known), is_chief=False)
+            _train(config, membership, run_dir, Origin.here_and_now(known))
         else:
             from kdist.cluster.description import TaskFingerprint
             from kdist.cluster.processes.server import serve_until_done

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kdist._compat import op_libraries
-from kdist.cluster.spec import Membership, Task
+from kdist.cluster.spec import Membership
 from kdist.config.hparams import SEED, flat
 from kdist.errors import ConfigError
 from kdist.version import __version__
@@ -99,13 +99,6 @@ def mismatch_error(found: Mapping[str, Sequence[str]]) -> ConfigError:
         if len(of_task) > _MAX_NAMED:
             lines.append(f"  {task}: and {len(of_task) - _MAX_NAMED} more")
     return ConfigError("\n".join(lines))
-
-
-def check_fingerprints(workers: Sequence[TaskFingerprint]) -> None:
-    """Raises `ConfigError` if all-reduce workers, by index, differ from worker 0, the chief."""
-    found = {str(Task("worker", index)): differences(workers[0], worker) for index, worker in enumerate(workers)}
-    if found := {worker: of_worker for worker, of_worker in found.items() if of_worker}:
-        raise mismatch_error(found)
 
 
 def _version(package: str) -> str:

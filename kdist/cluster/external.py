@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from kdist.cluster.description import TaskFingerprint
-from kdist.cluster.network.names import check_private, environment_with, without_proxy
+from kdist.cluster.network.names import check_private, environment_with, host_and_port, without_proxy
 from kdist.cluster.network.port_probe import PortProbes, accepts_connections, not_met
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
@@ -27,18 +28,41 @@ _STOP_SECS = 5.0
 _POLL_SECS = 0.2
 
 
+@contextmanager
+def chief_address_of(address: str, config: ClusterConfig) -> Iterator[str]:
+    """Keeps a port for the process of the chief, whose server is at `address`: the others connect to it, too.
+
+    Yields:
+        `host:port`, with the name by which the others know this host.
+    """
+    with held_ports(0 if config.chief_port else 1) as free:
+        yield f"{address.rpartition(':')[0]}:{config.chief_port or free[0]}"
+
+
 class ExternalCluster(Cluster):
     """Waits for the tasks of `spec`, and releases them at the end.
 
     The chief's own server (that of worker 0, if the chief is worker 0 as well) is a child process, whose log is in
-    `log_dir`. A `fingerprint` of None compares nothing.
+    `log_dir`.
+
+    Args:
+        fingerprint: to compare with the tasks; None compares nothing.
+        chief_address: `host:port` at which this process serves already; None lets TensorFlow serve at a free port.
     """
 
     def __init__(
-        self, spec: ClusterSpec, log_dir: Path, config: ClusterConfig, fingerprint: TaskFingerprint | None = None
+        self,
+        spec: ClusterSpec,
+        log_dir: Path,
+        config: ClusterConfig,
+        fingerprint: TaskFingerprint | None = None,
+        chief_address: str | None = None,
     ) -> None:
         self.spec, self._log_dir, self._config, self._fingerprint = spec, log_dir, config, fingerprint
         self.any_chief_port = config.chief_port is None
+        #: Whether the chief's own server is that of a worker.
+        self._computes = chief_address is None
+        self.chief_address = chief_address or ""
         self._address, self._own_task = chief_server(spec)
         self._version_check: VersionCheck | None = None
         self._asked: AskedByTasks | None = None
@@ -54,9 +78,9 @@ class ExternalCluster(Cluster):
         self._at_end.enter_context(environment_with(without_proxy(self.spec.addresses.values())))
         if accepts_connections(address):
             raise ClusterError(f"{task} cannot serve at {address}: the address is in use")
-        port = config.chief_port or self._at_end.enter_context(held_ports(1))[0]
-        # The name by which the others know this host: they connect to this process, too.
-        self.chief_address = f"{address.rpartition(':')[0]}:{port}"
+        if self._computes:
+            self.chief_address = self._at_end.enter_context(chief_address_of(address, config))
+        port = host_and_port(self.chief_address)[1]
         jobs = {"chief": [address]} if task.is_chief else self.spec.jobs
         options = TaskOptions(jobs, task.job, task.index, patience=config.patience)
         log = self._log_dir / f"{task.job}-{task.index}-server.log"
@@ -66,7 +90,7 @@ class ExternalCluster(Cluster):
             log,
             start_timeout=config.start_timeout,
             stdout=subprocess.DEVNULL,
-            env=task_environment(task, config.devices),
+            env=task_environment(task, config.devices) | ({} if self._computes else {"CUDA_VISIBLE_DEVICES": ""}),
         )
         self._at_end.callback(end_children, [self._own], _STOP_SECS)
         self._probes = PortProbes(self.spec.addresses, config.patience)
@@ -114,9 +138,23 @@ class ExternalCluster(Cluster):
 
     def _let_go(self, task: Task) -> None:
         """Tells a task that the cluster does without it."""
+        self.answer(task, {"left": True})
+
+    def waiting(self) -> set[Task]:
+        """The tasks of the cluster that have compared themselves, and have not been answered since."""
+        check = self._version_check
+        return set() if check is None else {task for task in self.spec.tasks if check.has_reported(task)}
+
+    def answer(self, task: Task, answer: Mapping[str, Any]) -> None:
+        """Answers a task that has compared itself; its next report is a new one."""
         name = None if self._version_check is None else self._version_check.forget(task)
         if self._asked is not None and name is not None:
-            self._asked.answer(name, {"left": True})
+            self._asked.answer(name, answer)
+
+    def end_round(self, number: int) -> None:
+        """Ends a round of all-reduce for the workers that wait in it."""
+        if self._asked is not None:
+            self._asked.end_round(number)
 
     @property
     def meeting_place(self) -> str | None:

@@ -209,7 +209,7 @@ class LocalCluster(Cluster):
             tasks = [task for task in self._children if task not in self._starting | self._joining.keys()]
         if self._guard is None:
             self._guard = start_child(
-                [sys.executable, "-S", watchdog.__file__, "stopped", str(self._guard_secs)], stdout=subprocess.PIPE
+                [sys.executable, "-S", watchdog.__file__, str(self._guard_secs)], stdout=subprocess.PIPE
             )
         # It may die at any time.
         with suppress(BrokenPipeError):

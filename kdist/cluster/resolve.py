@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,11 +168,6 @@ def _refuse_copies_of_mpi(shape: ClusterShape, environment: Mapping[str, str]) -
 
 def shape_of(config: ClusterConfig, membership: Membership | None) -> ClusterShape:
     return membership.spec.shape if membership is not None else ClusterShape.parse(config.shape)
-
-
-def common_seed(membership: Membership) -> int:
-    """A seed that is the same on every task, derived from the cluster spec without communication."""
-    return zlib.crc32(repr(membership.spec).encode())
 
 
 def membership_in_tf_config(text: str | None, asked_by: str) -> Membership:

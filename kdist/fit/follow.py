@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kdist import log
-from kdist.cluster.processes.server import serve_until_done
+from kdist.cluster.processes.server import end_task, serve_until_done
 from kdist.cluster.spec import Membership, Task
 from kdist.errors import ChiefStoppedError, ConfigError
 from kdist.evaluation.evaluator import evaluate_until_done
@@ -13,6 +16,8 @@ from kdist.fit import signals
 from kdist.fit.request import Fit, FitOutcome
 from kdist.model.state import finalize_ema, write_to_model
 from kdist.run.result import Result
+from kdist.strategies.base import TrainingSpec
+from kdist.strategies.rounds import Round, WorkersRounds
 from kdist.version import __version__
 
 
@@ -46,25 +51,31 @@ def _take_part(fit: Fit, membership: Membership) -> None:
                 print_line=fit.print_line,
             )
         elif membership.runs_program:
-            stop.begin_to_serve()
-            _run_as_worker(fit, membership.task)
+            _run_as_worker(fit, membership, stop.begin_to_serve)
         else:
             serve_until_done(membership, cluster, stop.begin_to_serve, fingerprint=fit.fingerprint)
 
 
-def _run_as_worker(fit: Fit, task: Task) -> None:
+def _run_as_worker(fit: Fit, membership: Membership, before_serving: Callable[[Callable[[], None]], None]) -> None:
     """Trains as one of the all-reduce workers."""
-    log.say(f"kdist {__version__} | {task} of {fit.place.shape} | {fit.strategy_name}")
-    fit.check_alike()
+    task, cluster = membership.task, fit.config.cluster
+    rounds = WorkersRounds(membership, cluster, fit.fingerprint, before_serving)
+    log.say(f"kdist {__version__} | {task} of {fit.place.shape} | {fit.strategy_name} | chief {rounds.chief}")
     strategy: Any = fit.make_strategy()
-    data = fit.training_data
-    is_at_end = strategy.run_as_worker(fit.training_spec(data, epoch_lengths=fit.epoch_lengths(data)))
-    if fit.config.cluster.wait_for_next_chief and not is_at_end:
-        raise ChiefStoppedError(f"{task}: the chief was told to stop")
-    model = fit.source.model
-    write_to_model(model, strategy.values.read())
-    finalize_ema(model)
-    log.say(f"done  | {task} | the chief has finished")
+    try:
+        has_trained = strategy.run_as_worker(rounds, partial(_spec_in, fit))
+    finally:
+        rounds.stop()
+    if has_trained:
+        write_to_model(fit.source.model, strategy.values.read())
+        finalize_ema(fit.source.model)
+    end_task(rounds.chief, task, cluster, is_at_end=rounds.is_at_end)
+
+
+def _spec_in(fit: Fit, begun: Round) -> TrainingSpec:
+    """The training of a worker, for the number of workers and with the seed of the chief's fit."""
+    as_chief = replace(fit.resized(begun.shape), config=fit.config.with_values(run={"seed": begun.seed}))
+    return as_chief.training_spec(as_chief.training_data)
 
 
 def not_the_chief(membership: Membership) -> ConfigError:

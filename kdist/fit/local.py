@@ -93,7 +93,6 @@ class LocalFit(Hook):
         try:
             for hook in session.hooks:
                 hook.before_fit(fit.files.path, fit.result(status="running"))
-            fit.check_alike()
             with signals, session, children_end_here():
                 fit.files.write_plan(session.strategy.plan)
                 self._print_tasks(session)

@@ -44,8 +44,8 @@ from kdist.run.result import Origin, Result, describe
 from kdist.run.run_dir import RunDir
 from kdist.strategies import registry
 from kdist.strategies.base import Strategy, TrainingSpec
-from kdist.strategies.multi_worker_mirrored import check_same, join
 from kdist.strategies.prepared_training import prepare
+from kdist.strategies.rounds import serve
 
 #: The arguments of `fit` that are keys of the config, by their group.
 _IN_CONFIG = {
@@ -73,7 +73,7 @@ class Place:
 
     @classmethod
     def take(cls, config: Config, membership: Membership | None, custom: type[Strategy] | None) -> Place:
-        """Makes this process ready for its cluster: out of reach of others, or joined with the other workers.
+        """Makes this process ready for its cluster: out of reach of others, or served for the other workers.
 
         Raises:
             ConfigError: it should be isolated, and is not, or it cannot listen at the interface of `cluster.bind`.
@@ -89,7 +89,7 @@ class Place:
         if membership is None and not place.shape.is_local:
             isolate.require(cluster.isolate)
         if name == "multi_worker_mirrored" and membership is not None and membership.runs_program:
-            join(membership, cluster.start_timeout)
+            serve(membership, cluster)
         return place
 
     @property
@@ -286,17 +286,6 @@ class Fit:
         data, train = self.data, self.config.train
         size = data.validation_batch_size or train.batch_size
         return ValidationArguments(data.validation_data, size, data.validation_steps, train.validate_with_ema)
-
-    def check_alike(self) -> None:
-        """Compares all-reduce workers, which have joined; servers and workers do it while the cluster starts.
-
-        Raises:
-            ConfigError: they differ.
-            ClusterError: the others do not compare themselves in time.
-        """
-        membership, fingerprint = self.place.membership, self.fingerprint
-        if membership is not None and fingerprint is not None and self.strategy_name == "multi_worker_mirrored":
-            check_same(membership, fingerprint, self.config.cluster.start_timeout)
 
     def result(self, error: BaseException | None = None, **found: Any) -> Result:
         """The result of the fit: the values known before it runs, and those `found`, by the names of `Result`."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import all_reduce
 from kdist.cluster.spec import CHIEF
 from kdist.data.base import iterator_over, iterator_spec
 from kdist.data.epoch_lengths import EpochCount
@@ -191,11 +192,11 @@ def _totals(
         if rule == "first":
             number = tf.where(context.replica_id_in_sync_group == 0, number, tf.zeros_like(number))
         own.append(number)
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, here(own))
+    return all_reduce(context, tf.distribute.ReduceOp.SUM, here(own))
 
 
 def _mean_of(slices: Sequence[tf.IndexedSlices], context: tf.distribute.ReplicaContext, local: int) -> Any:
-    return context.all_reduce(tf.distribute.ReduceOp.MEAN, here(slices[local]))
+    return all_reduce(context, tf.distribute.ReduceOp.MEAN, here(slices[local]))
 
 
 def _all_rows(rows: Sequence[tf.Tensor], context: tf.distribute.ReplicaContext, local: int) -> tf.Tensor:
@@ -207,7 +208,7 @@ def _all_rows(rows: Sequence[tf.Tensor], context: tf.distribute.ReplicaContext, 
     index = int(tf.get_static_value(context.replica_id_in_sync_group))
     zeros = tf.zeros_like(row)
     among_zeros = tf.stack([row if i == index else zeros for i in range(replicas)])
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, here(among_zeros))
+    return all_reduce(context, tf.distribute.ReduceOp.SUM, here(among_zeros))
 
 
 def here(values: Any) -> Any:

@@ -380,6 +380,22 @@ class Strategy(abc.ABC):
         """
         return spec
 
+    @property
+    def can_regroup(self) -> bool:
+        """True if training can go on with the tasks that are left when one is lost, from a checkpoint."""
+        return False
+
+    def regroup(self, interrupted: Callable[[], bool]) -> PendingResize:
+        """Waits for lost tasks to return, and returns the change to those that are there by then, for `finish_resize`.
+
+        Until then, the values can be set, and no steps can run.
+
+        Raises:
+            NoWorkersError: too few are left.
+            ClusterError: the run was interrupted meanwhile.
+        """
+        raise NotImplementedError
+
     def cancel_resize(self, resize: PendingResize) -> None:  # noqa: B027 - most have none
         """Ends the tasks that were to join."""
 

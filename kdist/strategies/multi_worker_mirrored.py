@@ -2,13 +2,14 @@
 
 Over `tf.distribute.MultiWorkerMirroredStrategy`, by a loop of kdist's own: Keras's `fit` fails there. Every worker runs
 the program. Worker 0 is the chief: it alone has a session with hooks, and before each call it announces to the others,
-by a small all-reduce, what comes next, so that all of them take part. Workers of a `Remote` hear it from the process
-with the session instead, which is faster.
+by a small all-reduce, what comes next, so that all of them take part. `kdist.strategies.rounds` says who they are.
+Workers of a `Remote` hear it from the process with the session instead, which is faster.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError
 from contextlib import suppress
@@ -18,150 +19,192 @@ from typing import ClassVar, SupportsInt, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.tensorflow import number_collectives_when_traced
-from kdist.cluster.description import TaskFingerprint, check_fingerprints
-from kdist.cluster.network import sockets
-from kdist.cluster.network.names import without_proxy
-from kdist.cluster.network.port_probe import meet
-from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.child import kill_after
+from kdist._compat.tensorflow import all_reduce
+from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.spec import Membership, Task
-from kdist.errors import ClusterError, ConfigError, reason
+from kdist.config.schema import ClusterConfig
+from kdist.errors import ClusterError, ResizeError, reason
+from kdist.log import warn
 from kdist.model.names import GLOBAL_STEP
 from kdist.strategies.all_reduce import AllReduce, here
-from kdist.strategies.base import TrainingSpec
+from kdist.strategies.base import PendingResize, TrainingSpec
+from kdist.strategies.rounds import ChiefsRounds, Round, WorkersRounds, joined
 from kdist.threads import in_thread
 
 T = TypeVar("T")
 
-#: Commands of the chief: to run so many steps, to share its values, and to stop, which has 1 if it is interrupted.
-_RUN, _SHARE, _STOP = 1, 2, 3
+#: Commands of the chief: to run so many steps, to share its values, and to end the round.
+_RUN, _SHARE, _END = 1, 2, 3
 _STOP_SECS = 5.0
+#: Seconds between two looks for lost workers, and for which a call may fail by itself then.
+_LOOK_SECS = 1.0
+_ABORTED = "Collective ops is aborted by: "
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError)
-_distributions: dict[Membership, tf.distribute.Strategy] = {}
-
-
-def join(membership: Membership, start_timeout: float) -> None:
-    """Joins the other workers; TensorFlow can do that only before its first op in a process.
-
-    Args:
-        start_timeout: seconds within which all must listen at their addresses, and then, within which all must have
-            joined; otherwise this process is killed.
-
-    Raises:
-        ConfigError: it has run one already.
-        ClusterError: a worker did not join within `start_timeout` seconds.
-    """
-    number_collectives_when_traced()
-    if membership in _distributions:
-        return
-    meet(membership.spec.worker, membership.task.index, start_timeout)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": list(membership.spec.worker)}),
-        task_type="worker",
-        task_id=membership.task.index,
-        rpc_layer="grpc",
-    )
-    os.environ.update(without_proxy(membership.spec.addresses.values()))
-    try:
-        # TensorFlow waits an hour for a worker that was lost since they met, and nothing else runs meanwhile.
-        late = f"the other workers did not join within {start_timeout:g} s (cluster.start_timeout)"
-        with kill_after(start_timeout, f"{late}; killed, as TensorFlow keeps waiting"):
-            _distributions[membership] = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
-    except RuntimeError as error:
-        raise ConfigError(
-            "multi_worker_mirrored: TensorFlow has run ops in this process already; make the Trainer before "
-            f"anything else ({error})"
-        ) from error
-    sockets.bind_port(membership.spec.port(membership.task))
-
-
-def check_same(membership: Membership, fingerprint: TaskFingerprint, timeout: float) -> None:
-    """Compares the workers, which have joined, with worker 0, the chief; every one of them has to call it.
-
-    Args:
-        fingerprint: of this worker.
-        timeout: seconds that the others have to call it.
-
-    Raises:
-        ConfigError: some differ; all workers say so.
-        ClusterError: others do not call it in time, or are lost.
-    """
-    own, num_workers = membership.task.index, len(membership.spec.worker)
-
-    def exchange() -> list[TaskFingerprint]:
-        text = np.frombuffer(fingerprint.to_json().encode(), np.uint8)
-        lengths = np.zeros(num_workers, np.int64)
-        lengths[own] = len(text)
-        lengths = _sum_of_all(membership, lengths)
-        texts = np.zeros((num_workers, lengths.max()), np.int64)
-        texts[own, : len(text)] = text
-        texts = _sum_of_all(membership, texts).astype(np.uint8)
-        return [TaskFingerprint.from_json(row[:length].tobytes().decode()) for row, length in zip(texts, lengths)]
-
-    check_fingerprints(_bounded(exchange, timeout, "compare versions and config", "cluster.start_timeout"))
 
 
 class MultiWorkerMirrored(AllReduce):
     """One replica on each device of each worker.
 
     Args:
-        membership: the worker of this process; it must have joined the others.
-        step_timeout: seconds that the other workers may take to respond.
-        patience: seconds for which their hosts may be silent.
+        membership: the worker of this process.
+        num_workers: in the cluster.
+        config: how long the other workers may take to respond, and how few may be left.
+        fingerprint: the properties that workers need alike, if others start them; None compares nothing.
     """
 
     name: ClassVar[str] = "multi_worker_mirrored"
 
-    def __init__(self, membership: Membership, *, step_timeout: float, patience: float) -> None:
-        self._distribution = _distributions[membership]
-        devices = len(self._distribution.extended.worker_devices)
-        super().__init__(first_replica=membership.task.index * devices)
-        self.batches_per_step = self._distribution.num_replicas_in_sync
-        self._membership = membership
-        self._announces = membership.is_chief and not membership.started_by_kdist
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        num_workers: int,
+        config: ClusterConfig,
+        fingerprint: TaskFingerprint | None = None,
+    ) -> None:
+        super().__init__()
+        self._membership, self._num_workers = membership, num_workers
+        self._rounds: ChiefsRounds | None = None
+        if membership.is_chief and not membership.started_by_kdist:
+            self._rounds = ChiefsRounds(membership, config, fingerprint)
         # kdist has started the others, too: it waits for them itself, and knows which one was stopped.
-        self._step_timeout = None if membership.started_by_kdist and membership.task.index else step_timeout
-        self._is_started = False
+        self._step_timeout = None if membership.started_by_kdist and membership.task.index else config.step_timeout
+        # As TensorFlow does, it takes the devices of the others to be as many.
+        self.num_replicas = self.batches_per_step = num_workers * max(1, len(tf.config.list_logical_devices("GPU")))
+        #: Whether other workers wait for what this one announces.
+        self._announces = False
         self._pids: dict[Task, int] = {}
-        spec = membership.spec
-        self._tcp_timeouts = TcpTimeouts(spec.worker, [spec.port(membership.task)], patience)
 
     def start(self, spec: TrainingSpec) -> None:
-        self._tcp_timeouts.start()
-        self._start(spec, self._distribution)
+        if self._rounds is None:
+            self._train_with(*joined(self._membership), spec)
+            self._meet_others()
+            return
+        self._cluster = self._rounds.launch(spec.log_dir)
+        self._cluster.wait()
+        self._begin_round(spec)
+
+    def _train_with(self, workers: Mapping[int, str], distribution: tf.distribute.Strategy, spec: TrainingSpec) -> None:
+        """Trains with these workers, which have joined each other."""
+        self._workers, self._num_workers = workers, len(workers)
+        rank = sorted(workers).index(self._membership.task.index)
+        self._first_replica = rank * len(distribution.extended.worker_devices)
+        self.batches_per_step = distribution.num_replicas_in_sync
+        super().stop()
+        self._start(spec, distribution)
         # In every worker: collectives are numbered as they are traced.
-        if not self._membership.started_by_kdist:
-            self._say_together = _traced_sum(self._membership, tf.TensorSpec([2], tf.int64))
+        self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
+
+    def _meet_others(self) -> None:
         self._bounded(self._share)
         self._pids = self._bounded(self._find_pids)
-        self._is_started = True
+
+    def _begin_round(self, spec: TrainingSpec, values: Mapping[str, np.ndarray] | None = None) -> None:
+        """Begins to train with all workers of the cluster, which have reported.
+
+        Args:
+            values: to begin with; None for those of the model.
+
+        Raises:
+            ClusterError: one of them is lost.
+        """
+        assert self._rounds is not None
+        self._train_with(*self._rounds.begin(spec), spec)
+        if values is not None:
+            for store in self._stores:
+                store.write(values)
+            super().values_were_set(values[GLOBAL_STEP])
+        self._announces = True
+        self._meet_others()
+
+    def _end_round(self, timeout: float | None = None) -> None:
+        """Lets the other workers report to the chief again."""
+        try:
+            self._bounded(lambda: self._say(_END), timeout)
+        finally:
+            self._announces = False
 
     @property
     def pids(self) -> Mapping[Task, int]:
         return self._pids
 
-    def run_as_worker(self, spec: TrainingSpec) -> bool:
-        """Takes part in what the chief does, until it stops; returns True if the run is at its end, not interrupted.
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    @property
+    def can_regroup(self) -> bool:
+        return self._rounds is not None and self._cluster is not None
+
+    def regroup(self, interrupted: Callable[[], bool]) -> PendingResize:
+        assert self._rounds is not None
+        self._announces = False
+        self._rounds.break_off()
+        return self._rounds.regroup(interrupted)
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        rounds, cluster, before = self._rounds, self._cluster, self._prepared.spec
+        assert rounds is not None
+        assert cluster is not None
+        values = self.values.read()
+        try:
+            if self._announces:
+                self._end_round()
+                rounds.wait_for(cluster.spec.tasks)
+        except ClusterError:
+            cluster.dismiss(resize.joining)
+            raise
+        cluster.admit(resize.joining)
+        cluster.dismiss(resize.leaving)
+        try:
+            self._begin_round(spec, values)
+        except ClusterError as error:
+            if not resize.joining:
+                raise
+            # Those that were there before have all values still.
+            self._announces = False
+            rounds.break_off()
+            cluster.dismiss(resize.joining)
+            rounds.wait_for(cluster.spec.tasks)
+            self._begin_round(before, values)
+            raise ResizeError(str(error)) from error
+        return spec
+
+    def run_as_worker(self, rounds: WorkersRounds, spec_of: Callable[[Round], TrainingSpec]) -> bool:
+        """Takes part in what the chief does, until it has finished, or does without this worker.
+
+        Args:
+            spec_of: makes the training of the first round.
+
+        Returns:
+            True if there was a round, and this worker has the values of the last one.
 
         Raises:
-            ClusterError: the chief, or another worker, is lost.
+            ClusterError: the chief is lost.
+            ConfigError: this worker differs from it.
         """
-        try:
-            self.start(spec)
-            while True:
-                # The chief may be busy between two calls: it validates and saves.
-                command, argument = self._say(0)
-                if command == _STOP:
-                    return not argument
-                if command == _SHARE:
-                    self._share()
-                else:
-                    super().call(argument)
-        except _LOST as error:
-            raise _lost(error) from error
-        finally:
-            self._tcp_timeouts.stop()
+        spec: TrainingSpec | None = None
+        while (begun := rounds.next()) is not None:
+            spec = spec or spec_of(begun)
+            try:
+                self._train_with(begun.workers, rounds.join(begun), begun.of(spec))
+                self._share()
+                self._pids = self._find_pids()
+                self._follow_announcements()
+            except tf.errors.OpError as error:
+                if not _is_loss(error):
+                    raise
+                warn(f"{self._membership.task}: {_how_lost(error)}; it waits for what the chief does")
+        return spec is not None
+
+    def _follow_announcements(self) -> None:
+        # The chief may be busy between two calls: it validates and saves.
+        while (announced := self._say(0)) != (_END, 0):
+            command, argument = announced
+            if command == _SHARE:
+                self._share()
+            else:
+                super().call(argument)
 
     def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
@@ -169,11 +212,12 @@ class MultiWorkerMirrored(AllReduce):
             self.share()
 
     def stop(self) -> None:
-        if self._announces and self._is_started:
-            self._is_started = False
+        if self._announces:
             with suppress(ClusterError):
-                self._bounded(lambda: self._say(_STOP, int(self.is_interrupted)), _STOP_SECS)
-        self._tcp_timeouts.stop()
+                self._end_round(_STOP_SECS)
+        if self._cluster is not None:
+            self._cluster.stop(will_resume=self.is_interrupted)
+            self._cluster = None
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
@@ -194,13 +238,10 @@ class MultiWorkerMirrored(AllReduce):
 
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""
-        spec, own = self._membership.spec, self._membership.task
-        told = np.zeros(len(spec.worker), np.int64)
-        told[own.index] = os.getpid()
-        pids = _sum_of_all(self._membership, told)
-        hosts = [address.rpartition(":")[0] for address in spec.worker]
-        others = (i for i, host in enumerate(hosts) if host == hosts[own.index] and i != own.index)
-        return {Task("worker", i): int(pids[i]) for i in others}
+        own = self._membership.task.index
+        hosts = {index: address.rpartition(":")[0] for index, address in sorted(self._workers.items())}
+        pids = dict(zip(hosts, self._sum_of_all(np.array([os.getpid() if i == own else 0 for i in hosts], np.int64))))
+        return {Task("worker", i): int(pids[i]) for i, host in hosts.items() if host == hosts[own] and i != own}
 
     def _share(self) -> None:
         """Sends the chief's values to every worker."""
@@ -209,7 +250,7 @@ class MultiWorkerMirrored(AllReduce):
         bits = np.frombuffer(content + bytes(-len(content) % 8), np.int64)
         # The sum of the chief's bits and of zeros.
         own = bits if self._membership.is_chief else np.zeros_like(bits)
-        shared = _sum_of_all(self._membership, own).view(np.uint8)
+        shared = self._sum_of_all(own).view(np.uint8)
         received, begin = {}, 0
         for name, value in values.items():
             end = begin + value.nbytes
@@ -219,42 +260,53 @@ class MultiWorkerMirrored(AllReduce):
             store.write(received)
         super().values_were_set(received[GLOBAL_STEP])
 
+    def _sum_of_all(self, values: np.ndarray) -> np.ndarray:
+        """The sum of what every worker calls it with, of a shape that may be used only once."""
+        return self._traced_sum(tf.TensorSpec(values.shape, values.dtype))(tf.constant(values)).numpy()
+
+    def _traced_sum(self, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
+        # Not called by its `tf.function`, which would warn of traces: each fit makes some.
+        return tf.function(self._sum_over_workers, autograph=False).get_concrete_function(spec)
+
+    def _sum_over_workers(self, values: tf.Tensor) -> tf.Tensor:
+        def replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            # If a worker has several devices, only the first one contributes.
+            is_first = int(tf.get_static_value(context.replica_id_in_sync_group)) == self._first_replica
+            return all_reduce(context, tf.distribute.ReduceOp.SUM, here(values if is_first else tf.zeros_like(values)))
+
+        return self._distribution.experimental_local_results(self._distribution.run(replica))[0]
+
     def _bounded(self, function: Callable[[], T], timeout: float | None = None) -> T:
-        return _bounded(function, timeout or self._step_timeout, "respond", "cluster.step_timeout")
+        """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
+        timeout = timeout or self._step_timeout
+        outcome, deadline = in_thread(function), None if timeout is None else time.monotonic() + timeout
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    return outcome.result(_LOOK_SECS)
+                if self._rounds is not None and self._rounds.lost():
+                    # The collective fails by itself, unless the lost one had not begun it.
+                    return outcome.result(_LOOK_SECS)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise ClusterError(f"the other workers did not respond within {timeout:g} s (cluster.step_timeout)")
+        except TimeoutError:
+            raise ClusterError(self._lost_soon()) from None
+        except tf.errors.OpError as error:
+            if not _is_loss(error):
+                raise
+            raise ClusterError(self._lost_soon() or _how_lost(error)) from error
+
+    def _lost_soon(self) -> str:
+        return "" if self._rounds is None else self._rounds.lost_soon()
 
 
-def _bounded(function: Callable[[], T], timeout: float | None, what: str, key: str) -> T:
-    """Calls a function that waits for the other workers; after the timeout it is left behind in its thread."""
-    try:
-        return in_thread(function).result(timeout)
-    except TimeoutError:
-        raise ClusterError(f"the other workers did not {what} within {timeout:g} s ({key})") from None
-    except _LOST as error:
-        raise _lost(error) from error
+def _is_loss(error: tf.errors.OpError) -> bool:
+    """True if an error of TensorFlow's runtime means that a worker is lost, or out of reach."""
+    return isinstance(error, _LOST) or _ABORTED in error.message
 
 
-def _sum_of_all(membership: Membership, values: np.ndarray) -> np.ndarray:
-    """The sum of what every worker calls it with, of a shape that may be used only once."""
-    return _traced_sum(membership, tf.TensorSpec(values.shape, values.dtype))(tf.constant(values)).numpy()
-
-
-def _traced_sum(membership: Membership, spec: tf.TensorSpec) -> Callable[[tf.Tensor], tf.Tensor]:
-    # Not called by its `tf.function`, which would warn of traces: each fit makes some.
-    return tf.function(partial(_sum_over_workers, membership), autograph=False).get_concrete_function(spec)
-
-
-def _sum_over_workers(membership: Membership, values: tf.Tensor) -> tf.Tensor:
-    distribution = _distributions[membership]
-    first_replica = membership.task.index * len(distribution.extended.worker_devices)
-
-    def replica() -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        # If a worker has several devices, only the first one contributes.
-        is_first = int(tf.get_static_value(context.replica_id_in_sync_group)) == first_replica
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, here(values if is_first else tf.zeros_like(values)))
-
-    return distribution.experimental_local_results(distribution.run(replica))[0]
-
-
-def _lost(error: tf.errors.OpError) -> ClusterError:
-    return ClusterError(f"a worker is lost, or the chief: {reason(error).splitlines()[0]}")
+def _how_lost(error: tf.errors.OpError) -> str:
+    # Each worker that passes it on puts that before it.
+    why = reason(error).splitlines()[0].replace(_ABORTED, "")
+    return f"a worker is lost, or the chief: {why}"

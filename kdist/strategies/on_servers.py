@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
-from kdist.cluster.spec import Cluster, ClusterChange, ClusterShape, Task
+from kdist.cluster.spec import Cluster, ClusterShape, Task
 from kdist.config.schema import ServerOptions
 from kdist.data.base import TrainingData, first_batch_reader
 from kdist.data.shares import SharedData
@@ -74,7 +74,6 @@ class ServersStrategy(StoreStrategy):
         self._max_worker_restarts = max_worker_restarts
         self._wire = Wire(tf.as_dtype(options.wire_dtype) if options.wire_dtype else None)
         self._make_cluster = make_cluster
-        self._cluster: Cluster | None = None
         self._supervisor: Supervisor | None = None
         self._coordinator: Coordinator | None = None
         #: The functions of each evaluation, and its data on workers, by worker and part.
@@ -148,59 +147,12 @@ class ServersStrategy(StoreStrategy):
                 on_loss=self._is_lost,
             )
 
-    def tasks_to_leave(self) -> set[Task]:
-        return set() if self._cluster is None else self._cluster.tasks_to_leave()
-
-    def tasks_to_join(self) -> ClusterChange | None:
-        if self._cluster is None or not (waiting := self._cluster.tasks_to_join()):
-            return None
-        shape = self._cluster.spec.shape
-        return ClusterChange(workers=shape.num_workers + waiting["worker"], ps=shape.num_ps + waiting["ps"])
-
-    def refuse_to_join(self, why: str) -> None:
-        if self._cluster is not None:
-            self._cluster.refuse_to_join(why)
-
     def check_tasks(self) -> None:
         self._running().check_tasks()
 
     @property
-    def meeting_place(self) -> str | None:
-        return None if self._cluster is None else self._cluster.meeting_place
-
-    @property
     def num_workers(self) -> int:
         return self._shape.num_workers
-
-    def begin_resize(self, change: ClusterChange) -> PendingResize:
-        assert self._cluster is not None
-        spec = self._cluster.spec
-        before, after = spec.shape, change.applied_to(spec)
-        if change.leave is None:
-            self._check_shape(after)
-        moved = [] if change.move is None else [change.move]
-        joining, leaving = {"ps": len(moved), "worker": 0}, list[Task](moved)
-        if change.leave is not None:
-            leaving.append(change.leave)
-        jobs = ("ps", after.num_ps, before.num_ps), ("worker", after.num_workers, before.num_workers)
-        for job, number, had in () if change.leave is not None else jobs:
-            joining[job] += max(0, number - had)
-            staying = [task for task in spec.of_job(job) if task not in moved]
-            leaving += staying[len(staying) - max(0, had - number) :]
-        self._cluster.check_leaving(leaving)
-        started = self._cluster.begin_to_add(joining["ps"], joining["worker"]) if any(joining.values()) else []
-        return PendingResize(before, after, started, leaving)
-
-    def _check_shape(self, shape: ClusterShape) -> None:
-        """Refuses, with a `ConfigError`, a shape that the options of the strategy do not allow."""
-
-    def may_finish(self, resize: PendingResize) -> bool:
-        assert self._cluster is not None
-        return self._cluster.are_ready(resize.joining)
-
-    def cancel_resize(self, resize: PendingResize) -> None:
-        if self._cluster is not None and resize.joining:
-            self._cluster.dismiss(resize.joining)
 
     def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
         cluster, coordinator = self._cluster, self._running()
@@ -379,10 +331,6 @@ class ServersStrategy(StoreStrategy):
     @property
     def worker_restarts(self) -> int:
         return 0 if self._supervisor is None else self._supervisor.restarts
-
-    @property
-    def addresses(self) -> Mapping[Task, str]:
-        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._cluster.spec.tasks}
 
     @property
     def pids(self) -> Mapping[Task, int]:

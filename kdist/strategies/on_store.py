@@ -16,13 +16,14 @@ from typing import Any, SupportsInt, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster.spec import Cluster, ClusterChange, ClusterShape, Task
 from kdist.data.base import make_dataset
 from kdist.data.splits import Splits
 from kdist.model.names import GLOBAL_STEP
 from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
-from kdist.strategies.base import Strategy, TrainingSpec, Values
+from kdist.strategies.base import PendingResize, Strategy, TrainingSpec, Values
 from kdist.strategies.calls import CallSizer, StepLogs
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
@@ -43,6 +44,8 @@ class StoreStrategy(Strategy):
     #: When the last run ended, if it left steps in flight.
     _last_end: float | None = None
     _sweeper: Sweeper | None = None
+    #: The other tasks, if there are any.
+    _cluster: Cluster | None = None
 
     def _hold(self, stores: Sequence[ParameterStore]) -> None:
         """Keeps the values in these stores, which are alike; rows of dynamic tables are evicted from now on."""
@@ -169,6 +172,57 @@ class StoreStrategy(Strategy):
         if global_step is not None:
             self._ahead = self._last_end = None
             self._sizer.begin_at(int(global_step))
+
+    def tasks_to_leave(self) -> set[Task]:
+        return set() if self._cluster is None else self._cluster.tasks_to_leave()
+
+    def tasks_to_join(self) -> ClusterChange | None:
+        if self._cluster is None or not (waiting := self._cluster.tasks_to_join()):
+            return None
+        shape = self._cluster.spec.shape
+        return ClusterChange(workers=shape.num_workers + waiting["worker"], ps=shape.num_ps + waiting["ps"] or None)
+
+    def refuse_to_join(self, why: str) -> None:
+        if self._cluster is not None:
+            self._cluster.refuse_to_join(why)
+
+    @property
+    def meeting_place(self) -> str | None:
+        return None if self._cluster is None else self._cluster.meeting_place
+
+    def begin_resize(self, change: ClusterChange) -> PendingResize:
+        if self._cluster is None:
+            return super().begin_resize(change)
+        spec = self._cluster.spec
+        before, after = spec.shape, change.applied_to(spec)
+        if change.leave is None:
+            self._check_shape(after)
+        moved = [] if change.move is None else [change.move]
+        joining, leaving = {"ps": len(moved), "worker": 0}, list[Task](moved)
+        if change.leave is not None:
+            leaving.append(change.leave)
+        jobs = ("ps", after.num_ps, before.num_ps), ("worker", after.num_workers, before.num_workers)
+        for job, number, had in () if change.leave is not None else jobs:
+            joining[job] += max(0, number - had)
+            staying = [task for task in spec.of_job(job) if task not in moved]
+            leaving += staying[len(staying) - max(0, had - number) :]
+        self._cluster.check_leaving(leaving)
+        started = self._cluster.begin_to_add(joining["ps"], joining["worker"]) if any(joining.values()) else []
+        return PendingResize(before, after, started, leaving)
+
+    def _check_shape(self, shape: ClusterShape) -> None:
+        """Refuses, with a `ConfigError`, a shape that the options of the strategy do not allow."""
+
+    def may_finish(self, resize: PendingResize) -> bool:
+        return self._cluster is None or self._cluster.are_ready(resize.joining)
+
+    def cancel_resize(self, resize: PendingResize) -> None:
+        if self._cluster is not None and resize.joining:
+            self._cluster.dismiss(resize.joining)
+
+    @property
+    def addresses(self) -> Mapping[Task, str]:
+        return {} if self._cluster is None else {t: self._cluster.spec.address(t) for t in self._cluster.spec.tasks}
 
 
 class StoreValues(Values):

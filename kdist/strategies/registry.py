@@ -103,7 +103,7 @@ def create(
         arguments["options"] = options
     if name == "multi_worker_mirrored":
         positional = (membership,)
-        arguments |= {"step_timeout": cluster.step_timeout, "patience": cluster.patience}
+        arguments |= {"num_workers": shape.num_workers, "config": cluster, "fingerprint": fingerprint}
     elif name in _ON_SERVERS:
         positional = (shape, partial(_cluster_on_servers, cluster, shape, membership, fingerprint))
         arguments |= {"step_timeout": cluster.step_timeout, "max_worker_restarts": cluster.max_worker_restarts}

@@ -109,7 +109,7 @@ class Remote(AllReduce):
         super().__init__()
         self.name = name  # type: ignore[misc]
         self._make = make
-        self._num_cpus, self._num_devices, self._cluster = num_cpus, num_devices, cluster
+        self._num_cpus, self._num_devices, self._config = num_cpus, num_devices, cluster
         self._take_number(max(1, shape.num_workers))
         self._processes = self._processes_for(self._num_workers)
         #: The processes that are to take the place of the present ones, and when they have started.
@@ -121,7 +121,7 @@ class Remote(AllReduce):
 
     def _processes_for(self, num_workers: int) -> Processes:
         join = self.name == "multi_worker_mirrored"
-        return Processes(num_workers, self._num_cpus, self._cluster, join=join)
+        return Processes(num_workers, self._num_cpus, self._config, join=join)
 
     def start(self, spec: TrainingSpec) -> None:
         # Finds what is wrong with the model and the data before anything starts.

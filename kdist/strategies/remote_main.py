@@ -65,7 +65,7 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
         import tensorflow as tf
 
         from kdist.strategies.mirrored import make_logical_cpus
-        from kdist.strategies.multi_worker_mirrored import join
+        from kdist.strategies.rounds import join_all
 
     gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(given["intra_op_threads"])
@@ -78,7 +78,7 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
         membership = Membership(ClusterSpec((), tuple(given["workers"])), task, started_by_kdist=True)
         # Before the request is read: models and tensors in it run TensorFlow's first ops.
         sockets.bind_to(given["bind"])
-        join(membership, given["start_timeout"])
+        join_all(membership, given["start_timeout"])
     op_libraries.load(given["op_libraries"])
     make, source, spec, values = unpack_program(packed)
     del packed

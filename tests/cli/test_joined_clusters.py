@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -69,6 +70,9 @@ class Tasks:
     def that_wrote(self) -> list[str]:
         """The tasks with anything in their folders."""
         return [task for task in self._processes if list(self.folder(task).iterdir())]
+
+    def signal(self, task: str, number: int) -> None:
+        self._processes[task].send_signal(number)
 
     def kill(self, task: str) -> None:
         self._servers |= set(tasks_running(under=self._processes[task].pid))
@@ -291,3 +295,56 @@ def test_all_reduce_workers_with_another_config_are_named_by_all(tasks: Tasks) -
     for task in ("worker:0", "worker:1"):
         assert "worker:1: differs from the chief; all tasks need the same versions and config" in tasks.said(task)
         assert "  worker:1: optimizer.learning_rate=0.01, chief 0.1\n" in tasks.said(task)
+
+
+def test_all_reduce_workers_are_lost_return_join_and_leave_in_one_run(tasks: Tasks) -> None:
+    workers = free_addresses(3)
+    common = ["train.steps=1000000", "train.steps_per_call=4", "hooks.checkpoint.every_steps=100", "cluster.patience=3"]
+    chief = tasks.folder("worker:0") / "D"
+    for task in ("worker:1", "worker:2", "worker:0"):
+        tasks.start(task, *hosts(task, [], workers), *common)
+
+    def wait_for_changes(*changes: str) -> None:
+        """Waits until these changes of the cluster were made, and no other one."""
+
+        def made() -> list[str]:
+            return re.findall(r"^resize .*\| (\dw -> \dw) \|", tasks.said("worker:0"), re.MULTILINE)
+
+        wait_until(lambda: len(made()) >= len(changes), PATIENCE, lambda: tasks.said("worker:0"))
+        assert made() == list(changes)
+
+    wait_until(lambda: "save  | step    200" in tasks.said("worker:0"), PATIENCE, lambda: tasks.said("worker:0"))
+    tasks.kill("worker:1")
+    wait_for_changes("3w -> 2w")
+    said = tasks.said("worker:0")
+    assert f"kdist: worker:1 is lost (nothing listens at {workers[1]}); resuming from checkpoints/ckpt-" in said
+    # Whoever starts the tasks starts it again; another one is added, which knows the chief alone.
+    tasks.start("worker:1 again", *hosts("worker:1", [], workers), *common)
+    wait_for_changes("3w -> 2w", "2w -> 3w")
+    tasks.start("joined", "cluster=hosts", "cluster.job=worker", f"cluster.chief={workers[0]}", *common)
+    wait_for_changes("3w -> 2w", "2w -> 3w", "3w -> 4w")
+    tasks.signal("worker:2", signal.SIGTERM)
+    assert tasks.code_of("worker:2") == 0
+    wait_for_changes("3w -> 2w", "2w -> 3w", "3w -> 4w", "4w -> 3w")
+    resize = subprocess.run(
+        [sys.executable, "-m", "kdist", "resize", str(chief), "workers=1"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (resize.returncode, resize.stderr) == (0, "")
+    assert (tasks.code_of("worker:1 again"), tasks.code_of("joined")) == (0, 0)
+    tasks.signal("worker:0", signal.SIGTERM)
+    assert tasks.codes() == {
+        "worker:0": 143,
+        "worker:1": -signal.SIGKILL,
+        "worker:2": 0,
+        "worker:1 again": 0,
+        "joined": 0,
+    }
+    result = result_of(chief)
+    assert (result["status"], result["cluster"], result["restarts"]) == ("preempted", "1w", {"worker": 0, "cluster": 1})
+    assert [each["to"] for each in result["resizes"]] == ["2w", "3w", "4w", "3w", "1w"]
+    assert all("Traceback" not in tasks.said(task) for task in tasks.codes())

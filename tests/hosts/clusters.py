@@ -290,6 +290,11 @@ def four(network: Network) -> dict[str, Host]:
     return dict(zip(("worker:0", "worker:1", "ps:0", "ps:1"), network.hosts))
 
 
+def three(network: Network) -> dict[str, Host]:
+    """`3w` on three hosts."""
+    return {f"worker:{index}": host for index, host in enumerate(network.hosts[:3])}
+
+
 def _started_at(pid: int) -> str:
     """When a process was started; empty if it is gone."""
     try:

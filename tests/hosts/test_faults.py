@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
 import pytest
-from clusters import HostCluster, Hosts, four
+from clusters import HostCluster, Hosts, four, three
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -173,23 +174,44 @@ def test_synchronous_training_goes_on_without_a_worker_whose_host_is_silent(host
     hosts.report(43, "sync, a worker's host silent for ever", "updates of fewer gradients", ended)
 
 
-@pytest.mark.parametrize("silent", ["worker:0", "worker:2"])
-def test_all_reduce_workers_end_when_one_of_their_hosts_is_silent(hosts: Hosts, silent: str) -> None:
+def test_all_reduce_workers_end_when_the_host_of_their_chief_is_silent(hosts: Hosts) -> None:
     network = hosts.network(3, routed=True)
-    tasks = {f"worker:{index}": host for index, host in enumerate(network.hosts)}
-    cluster = hosts.cluster(network, tasks, *STEADY, ENDLESS)
+    cluster = hosts.cluster(network, three(network), *STEADY, ENDLESS)
     cluster.start()
     cluster.wait_for_step(200)
-    network.cut(tasks[silent])
+    network.cut(network.hosts[0])
     cut_at = time.monotonic()
-    others = [task for task in tasks if task != silent]
-    codes = {task: cluster.code_of(task, 45) for task in others}
-    assert codes == dict.fromkeys(others, 75), cluster.all_said()
+    codes = {task: cluster.code_of(task, 45) for task in ("worker:1", "worker:2")}
+    assert codes == {"worker:1": 75, "worker:2": 75}, cluster.all_said()
     assert time.monotonic() - cut_at < 30
-    assert all("is lost" in cluster.said(task) for task in others)
-    cluster.kill(silent)
+    assert all("is lost" in cluster.said(task) for task in codes)
+    cluster.kill("worker:0")
     ended = cluster.end(10)
-    hosts.report(43, f"all-reduce, the host of {silent} silent for ever", "the others exit", ended, code=75)
+    hosts.report(43, "all-reduce, the host of the chief silent for ever", "the others exit", ended, code=75)
+
+
+def test_all_reduce_workers_go_on_without_one_whose_host_is_silent_until_it_returns(hosts: Hosts) -> None:
+    network = hosts.network(3, routed=True)
+    cluster = hosts.cluster(network, three(network), *STEADY, ENDLESS, "hooks.checkpoint.every_steps=100")
+    cluster.start()
+    cluster.wait_for_step(300)
+    network.cut(network.hosts[2])
+    cut_at = time.monotonic()
+    cluster.wait_for(r"resize \| .* 3w -> 2w")
+    # The silence, and the wait for it to come back.
+    assert time.monotonic() - cut_at < 45, cluster.all_said()
+    assert cluster.code_of("worker:2", 45) == 75
+    cluster.wait_for_step(cluster.newest_step() + 200)
+    network.mend(network.hosts[2])
+    cluster.start("worker:2")
+    cluster.wait_for(r"resize \| .* 2w -> 3w")
+    cluster.wait_for_step(cluster.newest_step() + 200)
+    os.kill(cluster.pids("worker:0")[0], signal.SIGTERM)
+    ended = cluster.end(60)
+    assert ended.codes == {"worker:0": 143, "worker:1": 0, "worker:2": 0}, cluster.all_said()
+    assert ended.result["restarts"] == {"worker": 0, "cluster": 1}
+    assert [each["to"] for each in ended.result["resizes"]] == ["2w", "3w"]
+    hosts.report(43, "all-reduce, a worker's host silent until it is back", "the others went on meanwhile", ended)
 
 
 def test_when_the_chiefs_host_dies_the_others_end(hosts: Hosts) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from clusters import HostCluster, Hosts, four
+from clusters import HostCluster, Hosts, four, three
 from helpers import catches, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -113,3 +113,23 @@ def test_tasks_join_from_other_hosts_and_leave_hosts_that_are_switched_off(hosts
     assert [each["to"] for each in ended.result["resizes"]] == ["2ps3w", "3ps3w", "3ps2w", "2ps2w"]
     assert newest_checkpoint(cluster) == ended.step
     hosts.report(57, "hosts of a worker and a server are drained, and cut off", "others had joined; it went on", ended)
+
+
+def test_all_reduce_workers_join_from_another_host_and_leave_hosts_that_are_switched_off(hosts: Hosts) -> None:
+    network = hosts.network(4)
+    cluster = hosts.cluster(network, three(network), "train.steps=1000000")
+    cluster.start()
+    cluster.wait_for_step(300)
+    cluster.join("worker:3", network.hosts[3])
+    cluster.wait_for(r"resize \| .* 3w -> 4w")
+    os.kill(cluster.pids("worker:1")[0], signal.SIGTERM)
+    assert cluster.code_of("worker:1", 40) == 0, cluster.all_said()
+    cluster.wait_for(r"resize \| .* 4w -> 3w")
+    network.cut(network.hosts[1])
+    cluster.wait_for_step(cluster.newest_step() + 1000)
+    os.kill(cluster.pids("worker:0")[0], signal.SIGTERM)
+    ended = cluster.end(60)
+    assert ended.codes == {"worker:0": 143, "worker:1": 0, "worker:2": 0, "worker:3": 0}, cluster.all_said()
+    assert ended.result["restarts"] == {"worker": 0, "cluster": 0}
+    assert newest_checkpoint(cluster) == ended.step
+    hosts.report(57, "all-reduce: a worker joins, another one's host is drained, and cut off", "it went on", ended)

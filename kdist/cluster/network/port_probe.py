@@ -11,12 +11,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from kdist.cluster.network import sockets
 from kdist.cluster.network.names import address_info, host_and_port
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
@@ -185,30 +184,16 @@ class PortProbes:
             pause = _PAUSE_SECS
 
 
-def meet(workers: Sequence[str], index: int, timeout: float) -> None:
-    """Returns when all workers have joined; then the address of this one is free again, for TensorFlow's server.
-
-    A worker has joined when something listens at its address: the worker, in this function, or later its server. Raises
-    `ClusterError` for workers that do not join within `timeout` seconds, and if the address of this one is in use.
-    """
-    has_ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
+def wait_for_all(tasks: Mapping[Task, str], timeout: float) -> None:
+    """Returns when all of the tasks, `host:port` by task, listen; raises `ClusterError` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    missing = {Task("worker", i): address for i, address in enumerate(workers) if i != index}
-    try:
-        at = "", host_and_port(workers[index])[1]
-        own = socket.create_server(at, family=family, backlog=len(workers), dualstack_ipv6=has_ipv6)
-    except OSError:
-        me = Task("worker", index)
-        raise ClusterError(f"{me} cannot serve at {workers[index]}: the address is in use") from None
-    with own:
-        sockets.bind(own, sockets.bound_to())
-        while True:
-            probes = {task: in_thread(partial(probe, address)) for task, address in missing.items()}
-            found = {task: outcome.result() for task, outcome in probes.items()}
-            missing = {task: missing[task] for task in missing if found[task].state is not State.LISTENING}
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise not_met(missing, {task: found[task].why for task in missing}, timeout)
-            time.sleep(_MEET_POLL_SECS)
+    missing = dict(tasks)
+    while True:
+        probes = {task: in_thread(partial(probe, address)) for task, address in missing.items()}
+        found = {task: outcome.result() for task, outcome in probes.items()}
+        missing = {task: missing[task] for task in missing if found[task].state is not State.LISTENING}
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise not_met(missing, {task: found[task].why for task in missing}, timeout)
+        time.sleep(_MEET_POLL_SECS)

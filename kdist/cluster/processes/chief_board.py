@@ -11,6 +11,8 @@ noticed, and a third one is closed before if the chief was told to stop before t
 
 In between, a task asks for a place in a cluster that is training, or says that it was told to leave, by another queue.
 The place, and that the chief does without it, come in a queue of its own: a task that is started again is another one.
+All-reduce workers report again whenever the set of workers is to change, and get the next round by that queue; a queue
+that is closed then ends the last round for those that still wait in it for a worker that is lost.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import TimeoutError
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, TimeoutError, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -36,7 +38,7 @@ from kdist.errors import ClusterError, ConfigError
 from kdist.threads import in_thread
 
 _FINGERPRINT, _REPORTS = "kdist_description", "kdist_reports"
-_ASKS, _ANSWER_TO = "kdist_asks", "kdist_answer_to_"
+_ASKS, _ANSWER_TO, _ROUND = "kdist_asks", "kdist_answer_to_", "kdist_round_"
 _DONE, _NOTED, _STOPPED = "kdist_done", "kdist_noted", "kdist_stopped"
 _MAX_ELEMENTS = 1 << 20
 _POLL_SECS = 0.2
@@ -60,11 +62,13 @@ class Chief:
         self._address, self._task = chief_server(spec)
         self._who, self._patience, self._name = who, patience, _new_name()
         self._probes = PortProbes({self._task: self._address}, max(patience - _EXIT_SECS, patience / 2))
-        #: Set when the chief does without this task.
-        self.has_left = threading.Event()
-        #: Whether this task has asked for it.
+        #: The answer of the chief to this task, if there is one: that it does without it, or a round of all-reduce.
+        self.answer: Mapping[str, Any] | None = None
+        #: Whether this task has asked to leave.
         self.has_asked = False
         self._is_over = threading.Event()
+        self._is_done, self._was_stopped = threading.Event(), False
+        self._end: Future[None] | None = None
 
     def __str__(self) -> str:
         return f"{self._task} at {self._address}"
@@ -80,8 +84,16 @@ class Chief:
                 )
             time.sleep(_POLL_SECS)
 
-    def compare(self, fingerprint: TaskFingerprint, timeout: float) -> None:
+    @property
+    def has_left(self) -> bool:
+        """True if the chief does without this task."""
+        return self.answer is not None and "left" in self.answer
+
+    def compare(self, fingerprint: TaskFingerprint, timeout: float, *, again: bool = False) -> None:
         """Compares this task with the chief, which serves, and loads the libraries of ops that the chief has loaded.
+
+        Args:
+            again: whether it has done so before: then it ends when the chief has finished, or exited.
 
         Raises `ConfigError` if they differ, and `ClusterError` if the chief does not report within `timeout` seconds.
         """
@@ -104,10 +116,15 @@ class Chief:
                 return found
 
         while time.monotonic() < deadline:
+            outcome = in_thread(exchange)
+            while not outcome.done() and time.monotonic() < deadline and not (again and self._is_over_there()):
+                wait([outcome], _POLL_SECS)
             # A chief that has just exited fails the call; another one may come.
             with suppress(TimeoutError, tf.errors.OpError):
-                if found := in_thread(exchange).result(deadline - time.monotonic()):
+                if found := outcome.result(0):
                     raise mismatch_error({str(self._who): found})
+                return
+            if again and self._is_over_there():
                 return
             time.sleep(_POLL_SECS)
         raise ClusterError(
@@ -115,35 +132,31 @@ class Chief:
             "(cluster.start_timeout); it may run another kdist version"
         )
 
+    def _is_over_there(self) -> bool:
+        return self._is_done.is_set() or self._task in self._probes.lost()
+
     def wait_until_done(self) -> bool:
-        """Waits until the chief has finished; False if it was told to stop. Raises `ClusterError` if it is lost."""
-        is_done = threading.Event()
-        was_stopped: list[bool] = []
+        """Waits until the chief has finished, or has given this task an `answer`; False if it was told to stop.
 
-        def wait() -> None:
-            with _server_session(self._address, self._task) as session:
-                done, noted, stopped = map(_queue, (_DONE, _NOTED, _STOPPED))
-                with suppress(tf.errors.OutOfRangeError):
-                    session.run(done.dequeue())
-                was_stopped.append(bool(session.run(stopped.is_closed())))
-                is_done.set()
-                session.run(noted.enqueue(str(self._who)))
-
-        outcome = in_thread(wait)
+        Raises `ClusterError` if it is lost.
+        """
+        self.answer = None
+        # It waits through all rounds.
+        outcome = self._end = self._end or in_thread(self._wait_for_end)
         _ = in_thread(self._hear)
         failing_since: float | None = None
         while True:
-            if self.has_left.is_set():
+            if self.answer is not None:
                 return True
             # A machine that is switched off closes no connection.
             lost = self._probes.lost()
             # The report of a chief that has just exited may still be on its way.
-            if is_done.wait(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS):
+            if self._is_done.wait(_LAST_WORD_SECS if self._probes.refusing() else _POLL_SECS):
                 with suppress(TimeoutError, tf.errors.OpError):
                     # Its server exits as soon as the last task has acknowledged, and TensorFlow may wait for its
                     # response for ever.
                     outcome.result(_LAST_WORD_SECS)
-                return not was_stopped[0]
+                return not self._was_stopped
             if not outcome.done():
                 failing_since = None
                 if not lost:
@@ -151,7 +164,7 @@ class Chief:
             elif not isinstance(outcome.exception(), tf.errors.OpError):
                 outcome.result()
             if self._task in self._probes.refusing():
-                raise ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion")
+                raise self._exited()
             if lost:
                 raise ClusterError(f"{self._who}: the chief ({self}) is lost ({lost[self._task]})")
             # The connection has ended although the last probe found the chief: a network was down for a moment, or the
@@ -160,7 +173,30 @@ class Chief:
             if time.monotonic() - failing_since > self._patience:
                 raise ClusterError(f"{self._who}: the chief ({self}) responds, but not to this task")
             time.sleep(_POLL_SECS)
-            outcome = in_thread(wait)
+            outcome = self._end = in_thread(self._wait_for_end)
+
+    def _wait_for_end(self) -> None:
+        with _server_session(self._address, self._task) as session:
+            done, noted, stopped = map(_queue, (_DONE, _NOTED, _STOPPED))
+            with suppress(tf.errors.OutOfRangeError):
+                session.run(done.dequeue())
+            self._was_stopped = bool(session.run(stopped.is_closed()))
+            self._is_done.set()
+            session.run(noted.enqueue(str(self._who)))
+
+    def at_end_of_round(self, number: int, function: Callable[[], None]) -> None:
+        """Calls a function in a thread when the chief has ended a round."""
+
+        def wait_for_end() -> None:
+            with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
+                with suppress(tf.errors.OutOfRangeError):
+                    session.run(_queue(f"{_ROUND}{number}").dequeue())
+                function()
+
+        _ = in_thread(wait_for_end)
+
+    def _exited(self) -> ClusterError:
+        return ClusterError(f"{self._who}: the chief ({self}) exited without reporting completion")
 
     def ask_to_leave(self) -> None:
         """Asks the chief to do without this task, and ends `wait_until_done` when it does; returns at once."""
@@ -173,11 +209,10 @@ class Chief:
         _ = in_thread(ask)
 
     def _hear(self) -> None:
-        """Hears that the chief does without this task: because it has asked for it, or since somebody else has."""
+        """Hears that the chief does without this task, or another answer that it has not asked for by itself."""
         while not self._is_over.is_set():
             with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
-                session.run(_queue(f"{_ANSWER_TO}{self._name}").dequeue())
-                self.has_left.set()
+                self.answer = json.loads(session.run(_queue(f"{_ANSWER_TO}{self._name}").dequeue()))
                 return
             self._is_over.wait(_POLL_SECS)
 
@@ -252,8 +287,8 @@ class AskedByTasks:
         #: A task whose connection ends before it has its answer asks again.
         self._known: set[str] = set()
         self._leaving: set[Task] = set()
-        #: None ends the thread that sends them.
-        self._answers: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        #: The names of queues, and what they get; None closes one. Another None ends the thread that sends them.
+        self._answers: queue.SimpleQueue[tuple[str, Mapping[str, Any] | None] | None] = queue.SimpleQueue()
         _ = in_thread(self._read), in_thread(self._write)
 
     def leaving(self) -> set[Task]:
@@ -263,7 +298,11 @@ class AskedByTasks:
 
     def answer(self, name: str, answer: Mapping[str, Any]) -> None:
         """Answers a task; returns at once."""
-        self._answers.put((name, answer))
+        self._answers.put((f"{_ANSWER_TO}{name}", answer))
+
+    def end_round(self, number: int) -> None:
+        """Ends a round for the workers that wait in it; returns at once."""
+        self._answers.put((f"{_ROUND}{number}", None))
 
     def refuse(self, why: str) -> None:
         """Refuses all tasks that wait for a place."""
@@ -291,7 +330,8 @@ class AskedByTasks:
         while (item := self._answers.get()) is not None:
             name, answer = item
             with suppress(tf.errors.OpError), _server_session(*chief_server(self._spec)) as session:
-                session.run(_queue(f"{_ANSWER_TO}{name}").enqueue(json.dumps(answer)))
+                to = _queue(name)
+                session.run(to.close() if answer is None else to.enqueue(json.dumps(answer)))
 
 
 class VersionCheck:

@@ -13,15 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from kdist import forks
 from kdist._compat import imports
-from kdist.cluster.processes import watchdog
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 
@@ -146,20 +145,6 @@ def start_child(
         raise ClusterError(f"{NOT_STARTED}: {error.strerror}; see {limits}") from error
     forks.keep_from_children(child.stdin)
     return child
-
-
-@contextmanager
-def kill_after(secs: float, text: str) -> Iterator[None]:
-    """Kills this process if the block takes longer than `secs`; prints `text` first.
-
-    Only for calls that hold Python's lock while they wait, where nothing else can end them.
-    """
-    command = [sys.executable, "-S", watchdog.__file__, "limit", str(secs), text]
-    watcher = start_child(command, stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        end_children([watcher], KILLED_SECS)
 
 
 def end_with_parent(name: str = "") -> None:

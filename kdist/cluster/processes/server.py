@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist import log
 from kdist._compat import op_libraries
@@ -30,6 +30,9 @@ from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
 from kdist.version import __version__
+
+if TYPE_CHECKING:
+    from kdist.cluster.processes.chief_board import Chief
 
 READY = b"ready\n"
 #: What a worker of this machine writes to the same pipe when it is told to leave.
@@ -180,10 +183,20 @@ def serve_until_done(
     finally:
         timeouts.stop()
         chief.stop()
+    end_task(chief, task, config, is_at_end=is_at_end)
+
+
+def end_task(chief: Chief, task: Task, config: ClusterConfig, *, is_at_end: bool) -> None:
+    """Says why this externally started task ends, and ends the process in the way that its scheduler should see.
+
+    Raises:
+        ChiefStoppedError: the chief was stopped before the end of the run, and `cluster.wait_for_next_chief` is set.
+        SystemExit: this task was told to leave, and somebody is to start it again.
+    """
     if config.wait_for_next_chief and not is_at_end:
         raise ChiefStoppedError(f"{task}: the chief ({chief}) was told to stop")
-    log.say(f"done  | {task} | {'it has left' if chief.has_left.is_set() else 'the chief has finished'}")
-    if config.wait_for_next_chief and chief.has_left.is_set() and chief.has_asked:
+    log.say(f"done  | {task} | {'it has left' if chief.has_left else 'the chief has finished'}")
+    if config.wait_for_next_chief and chief.has_left and chief.has_asked:
         # Whoever replaces tasks, as a Job of Kubernetes does, takes 0 for the end of this one's work.
         raise SystemExit(128 + signal.SIGTERM)
 

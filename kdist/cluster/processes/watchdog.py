@@ -1,13 +1,10 @@
 """Kills processes where no thread of the chief can run: TensorFlow waits, and holds Python's lock meanwhile.
 
-`python -S watchdog.py stopped <seconds>` is for tasks of this machine that were stopped (SIGSTOP) and do not continue:
+`python -S watchdog.py <seconds>` is for tasks of this machine that were stopped (SIGSTOP) and do not continue:
 TensorFlow sends a new function to every task, and waits for a stopped one without a limit. It reads process ids from
 its standard input, one per line, and writes the ids of killed processes to its standard output.
 
-`python -S watchdog.py limit <seconds> <text>` kills its parent when time is up, and says why: some calls wait for other
-tasks without a limit that could be set; see `kdist.cluster.processes.child.kill_after`.
-
-Both exit when their input closes. They import nothing that is slow to import.
+It exits when its input closes, and imports nothing that is slow to import.
 """
 
 import ctypes
@@ -50,13 +47,6 @@ def kill_stopped(limit_secs: float) -> None:
             pids.discard(pid)
 
 
-def kill_parent(secs: float, text: str, parent: int) -> None:
-    """Kills the parent after `secs` seconds, unless it has closed standard input or exited by then."""
-    if not select.select([0], [], [], secs)[0] and os.getppid() == parent:
-        os.write(2, f"kdist: error: {text}\n".encode())
-        os.kill(parent, signal.SIGKILL)
-
-
 def _end_with_parent() -> None:
     """Stands for `kdist.cluster.processes.child.end_with_parent`, which would take long to import."""
     if sys.platform == "linux":
@@ -76,9 +66,5 @@ def state_of(pid: int) -> str | None:
 
 
 if __name__ == "__main__":
-    own_parent = os.getppid()
     _end_with_parent()
-    if sys.argv[1] == "stopped":
-        kill_stopped(float(sys.argv[2]))
-    else:
-        kill_parent(float(sys.argv[2]), sys.argv[3], own_parent)
+    kill_stopped(float(sys.argv[1]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kdist.cluster.processes.child import visible_devices
-from kdist.cluster.resolve import common_seed, membership_of, shape_of
+from kdist.cluster.resolve import membership_of, shape_of
 from kdist.cluster.spec import CHIEF, ClusterSpec, Membership, Task
 from kdist.config.schema import ClusterConfig, DevicesConfig
 from kdist.errors import ConfigError
@@ -146,13 +146,6 @@ def test_a_chief_without_workers_trains_and_its_evaluator_knows() -> None:
     alone = {"chief": ["c:1"]}
     assert by_tf_config(alone, type="chief", index=0).is_chief
     assert not by_tf_config(alone, type="evaluator", index=0).runs_program
-
-
-def test_all_tasks_of_a_cluster_agree_on_a_seed() -> None:
-    tasks = [("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
-    seeds = {common_seed(by_tf_config(WITH_CHIEF, type=job, index=index)) for job, index in tasks}
-    assert len(seeds) == 1
-    assert common_seed(by_tf_config(HOSTS, type="worker", index=0)) not in seeds
 
 
 def test_addresses_may_be_of_ipv6() -> None:
