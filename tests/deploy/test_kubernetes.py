@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 _VERSION = "1.31"
 OWN_IMAGE = REPO / "deploy/own-image"
-FOLDERS = [*(pods.KUBERNETES / name for name in ("base", "object-storage", "gpu", "tfjob")), OWN_IMAGE]
+FOLDERS = [*(pods.KUBERNETES / name for name in ("base", "more-workers", "object-storage", "gpu", "tfjob")), OWN_IMAGE]
 
 
 def built(folder: Path) -> list[dict[str, Any]]:

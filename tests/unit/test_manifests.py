@@ -82,7 +82,7 @@ def _containers(manifests: list[Any]) -> list[tuple[dict[str, Any], dict[str, An
     return [(spec, container) for spec in specs for container in spec["containers"]]
 
 
-@pytest.mark.parametrize("variant", ["base", "tfjob"])
+@pytest.mark.parametrize("variant", ["base", "more-workers", "tfjob"])
 def test_no_pod_has_more_rights_than_it_needs(variant: str) -> None:
     found = _containers(pods.documents(pods.KUBERNETES / variant))
     assert found
@@ -110,6 +110,26 @@ def test_the_variant_for_kubeflow_has_the_same_command_and_restarts_after_75() -
         (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "tensorflow"
         assert container["args"] == pods.pods_of(pods.base())[0].arguments
+
+
+def test_workers_that_join_do_what_the_job_does_and_are_let_in() -> None:
+    manifests = pods.base()
+    (workers,) = pods.of_kind("Deployment", pods.documents(pods.KUBERNETES / "more-workers"))
+    spec = workers["spec"]["template"]["spec"]
+    (job,), chief = pods.of_kind("Job", manifests), pods.pods_of(manifests)[0]
+    (container,) = spec["containers"]
+    given, own = set(chief.arguments), set(container["args"])
+    assert own - given == {"cluster=hosts", "cluster.job=worker", "cluster.chief=$(JOB)-0.$(JOB):2222"}
+    # Of the chief, and of pods that wait for the next one.
+    assert {text.partition("=")[0] for text in given - own} == {"cluster", "run.dir", "cluster.wait_for_next_chief"}
+    (label,) = pods.of_kind("Service", manifests)[0]["spec"]["selector"].items()
+    assert label in workers["spec"]["template"]["metadata"]["labels"].items()
+    (variable,) = container["env"]
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{label[0]}']"
+    assert chief.name == f"{label[1]}-0.{label[1]}"
+    of_job = job["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == of_job["terminationGracePeriodSeconds"]
+    assert container["resources"] == of_job["containers"][0]["resources"]
 
 
 def test_what_variants_share_is_the_same() -> None:
