@@ -33,9 +33,9 @@ from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepa
 class AllReduce(StoreStrategy):
     """Synchronous replicas over a `tf.distribute` strategy, which subclasses create."""
 
-    def __init__(self, first_replica: int = 0) -> None:
+    def __init__(self) -> None:
         #: The first one of this process, over all processes.
-        self._first_replica = first_replica
+        self._first_replica = 0
         self._iterators: list[Iterator[Any]] = []
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}
         self._traced: set[int] = set()

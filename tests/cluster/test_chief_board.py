@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from helpers import free_ports
 
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes import chief_board
-from kdist.cluster.processes.chief_board import Chief, tell_tasks
+from kdist.cluster.processes.chief_board import AskedByTasks, Chief, tell_tasks
 from kdist.cluster.processes.child import end_children, start_child
 from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import ClusterSpec, Task
@@ -110,3 +111,15 @@ def test_a_chief_that_says_nothing_is_lost(server: ChiefsServer) -> None:
     for index, waiting in enumerate(server.waiting):
         with pytest.raises(ClusterError, match=rf"ps:{index}: the chief \(chief at 127\.0\.0\.1:\d+\) exited without"):
             waiting.result(10)
+
+
+def test_a_worker_that_waits_in_a_round_is_told_of_its_end_and_of_the_loss_of_the_chief(server: ChiefsServer) -> None:
+    first, second = (threading.Event() for _ in range(2))
+    server.tasks[0].at_end_of_round(1, first.set)
+    server.tasks[0].at_end_of_round(2, second.set)
+    asked = AskedByTasks(server.spec)
+    asked.end_round(1)
+    assert first.wait(10)
+    assert not second.is_set()
+    end_children([server.process], 0)
+    assert second.wait(10)

@@ -185,13 +185,20 @@ class Chief:
             session.run(noted.enqueue(str(self._who)))
 
     def at_end_of_round(self, number: int, function: Callable[[], None]) -> None:
-        """Calls a function in a thread when the chief has ended a round."""
+        """Calls a function in a thread when the chief has ended a round, or is lost: a collective may wait for ever."""
+
+        def wait_for_close() -> None:
+            with _server_session(self._address, self._task) as session, suppress(tf.errors.OutOfRangeError):
+                session.run(_queue(f"{_ROUND}{number}").dequeue())
 
         def wait_for_end() -> None:
-            with suppress(tf.errors.OpError), _server_session(self._address, self._task) as session:
-                with suppress(tf.errors.OutOfRangeError):
-                    session.run(_queue(f"{_ROUND}{number}").dequeue())
-                function()
+            outcome = in_thread(wait_for_close)
+            while not self._is_over.wait(_POLL_SECS) and self._task not in self._probes.lost():
+                if outcome.done() and outcome.exception() is None:
+                    break
+                # A network was down for a moment.
+                outcome = in_thread(wait_for_close) if outcome.done() else outcome
+            function()
 
         _ = in_thread(wait_for_end)
 

@@ -1,7 +1,9 @@
 """Each private name of TensorFlow means what kdist takes it for; tests of clusters try the connections."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,34 @@ def test_a_function_may_call_next_any_number_of_times() -> None:
     dataset = tf.data.Dataset.range(100)
     traced = tf.function(total).get_concrete_function(tf.data.IteratorSpec(dataset.element_spec))
     assert int(traced(iter(dataset))) == sum(range(40))
+
+
+def test_an_all_reduce_is_that_of_tensorflow_and_keeps_no_graph() -> None:
+    distribution = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    def traced(reduce: Any) -> Any:
+        def step(x: tf.Tensor) -> Any:
+            def replica() -> Any:
+                # TensorFlow reduces a value on its own device.
+                own = tf.identity(x)
+                rows = tf.IndexedSlices(own, tf.identity([0, 2]), tf.constant([3]))
+                how, replica_context = tf.distribute.ReduceOp.SUM, tf.distribute.get_replica_context()
+                dense = reduce(replica_context, how, [own, 2 * own])
+                return dense, tf.convert_to_tensor(reduce(replica_context, how, rows))
+
+            return distribution.run(replica)
+
+        return tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([2], tf.float32))
+
+    x = tf.constant([1.0, 2.0])
+    own, of_tensorflow = (
+        tf.nest.map_structure(lambda value: value.numpy(), traced(reduce)(x))
+        for reduce in (compat.all_reduce, tf.distribute.ReplicaContext.all_reduce)
+    )
+    tf.nest.map_structure(np.testing.assert_array_equal, own, of_tensorflow)
+    graph = weakref.ref(traced(compat.all_reduce).graph)
+    gc.collect()
+    assert graph() is None
 
 
 def test_an_executor_of_its_own_keeps_no_error() -> None:
