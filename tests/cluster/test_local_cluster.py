@@ -1,5 +1,6 @@
 """Tasks start, answer, and end with their chief."""
 
+import ctypes
 import os
 import re
 import signal
@@ -240,6 +241,22 @@ def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) ->
         with running(ClusterShape(1, 1), tmp_path) as cluster:
             assert cluster.lost_tasks() == {}
     assert running_since(earlier) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a test choose the thread")
+def test_a_worker_says_that_it_was_told_to_leave_whichever_of_its_threads_got_the_signal(tmp_path: Path) -> None:
+    worker = Task("worker", 1)
+    with running(ClusterShape(0, 2), tmp_path) as cluster:
+        assert not cluster.tasks_to_leave()
+        pid = cluster.pids[worker]
+        other = max(int(thread) for thread in os.listdir(f"/proc/{pid}/task"))
+        assert other != pid
+        # SYS_tgkill, of asm/unistd_64.h or asm-generic/unistd.h.
+        number = 234 if os.uname().machine == "x86_64" else 131
+        assert ctypes.CDLL(None).syscall(number, pid, other, int(signal.SIGTERM)) == 0
+        wait_until(lambda: cluster.tasks_to_leave() == {worker}, 10, (tmp_path / "worker-1.log").read_text)
+        assert not cluster.lost_tasks()
+    assert "worker:1 was told to leave (SIGTERM)" in (tmp_path / "worker-1.log").read_text()
 
 
 def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,18 @@ def end_with_parent(name: str = "") -> None:
     threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
 
 
+def pipe_of_signals() -> int:
+    """Opens a pipe that gets a byte when a signal arrives, and returns its end to read.
+
+    Python calls handlers in the main thread alone. If the system gives a signal to another thread, as it may, what the
+    main thread waits in is not interrupted: let it wait for this pipe, too.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    return woken
+
+
 def does_nothing(_number: int, _frame: FrameType | None) -> None:
     """Ignores a signal."""
 

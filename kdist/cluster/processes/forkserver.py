@@ -35,6 +35,7 @@ from kdist.cluster.processes.child import (
     end_children,
     end_with_parent,
     how_it_ended,
+    pipe_of_signals,
     start_child,
     task_environment,
 )
@@ -266,13 +267,11 @@ class _Forks:
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
         self._numbers: dict[int, int] = {}
-        # A child that exits wakes the loop: Python writes to this pipe when a signal arrives.
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
+        # A child that exits wakes the loop.
+        self._woken = pipe_of_signals()
 
     def run(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake)
         while True:
             ready = connection.wait([self._orders, self._woken])
             if self._woken in ready:
@@ -303,7 +302,7 @@ class _Forks:
         """Runs the program of an order; `descriptors` are its standard input, output and error, and `pass_fds`."""
         number, module, options, environment, folder, pass_fds = order
         try:
-            signal.set_wakeup_fd(-1)
+            wake = signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             # From the task itself: the chief has it before it hears that the task is ready.
@@ -311,7 +310,7 @@ class _Forks:
             for target, descriptor in enumerate(descriptors[:3]):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
-            for own in (self._orders.detach(), self._woken, self._wake):
+            for own in (self._orders.detach(), self._woken, wake):
                 os.close(own)
             for name, value in environment.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})

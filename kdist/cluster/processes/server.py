@@ -25,7 +25,7 @@ from kdist.cluster.network import sockets
 from kdist.cluster.network.names import environment_with, host_and_port
 from kdist.cluster.network.port_probe import accepts_connections
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.child import end_with_parent, visible_devices
+from kdist.cluster.processes.child import end_with_parent, pipe_of_signals, visible_devices
 from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
@@ -104,23 +104,27 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     if options.patience is not None:
         addresses = [address for hosts in options.jobs.values() for address in hosts]
         TcpTimeouts(addresses, [port], options.patience).start()
-    os.write(1, READY)
+    pipe, signals = os.dup(1), pipe_of_signals()
+    os.set_inheritable(pipe, False)
     if options.job == "worker":
-        _leave_at_sigterm(os.dup(1))
+        # Before the chief knows of this worker, and somebody reads its process id.
+        _leave_at_sigterm(pipe, name)
+    os.write(pipe, READY)
     os.dup2(2, 1)
     print(f"{log.now()} {name} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
-        signal.pause()
+        # Not `signal.pause`, which sleeps on if another thread got the signal.
+        os.read(signals, 1)
 
 
-def _leave_at_sigterm(pipe: int) -> None:
+def _leave_at_sigterm(pipe: int, name: str) -> None:
     """Lets SIGTERM ask the chief to do without this worker: a machine is drained, or its user wants it back.
 
     A scheduler that sends the signal to all processes sends it to the chief as well, which ends the run then.
     """
-    os.set_inheritable(pipe, False)
 
     def ask(_number: int, _frame: Any) -> None:
+        print(f"{log.now()} {name} was told to leave (SIGTERM)", file=sys.stderr, flush=True)
         with suppress(OSError):
             os.write(pipe, LEAVES)
 
