@@ -8,11 +8,12 @@ of the shares that it reads, so that they are sent once.
 
 from __future__ import annotations
 
+import abc
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,7 +103,7 @@ class ShareQueue(Splits):
         with self._changed:
             if worker not in self._reading:
                 own = self._kept.setdefault(worker, [])
-                split = self._reading[worker] = self._next_range(own, self._at.get(worker))
+                split = self._reading[worker] = self._next_range(worker)
                 _, share, begin, _ = self.range_of(split)
                 # Its iterator is there already.
                 self._given[worker] += self._at.get(worker) != (share, begin + split.num_read)
@@ -166,8 +167,9 @@ class ShareQueue(Splits):
         """Counts the batches until `last_step` from a global step on."""
         self._num_left = math.inf if self.last_step is None else self.last_step - step
 
-    def _next_range(self, kept: Sequence[int], at: tuple[int, int] | None) -> Split:
+    def _next_range(self, worker: int) -> Split:
         """A range that waits, half of one that another worker has, or one of the next epoch."""
+        kept, at = self._kept[worker], self._at.get(worker)
         if self._may_go_on(at):
             self._find_ranges()
 
@@ -232,6 +234,78 @@ class ShareQueue(Splits):
                 self._ends[share] = end
 
 
+class DealtShares(ShareQueue):
+    """Deals each epoch to replicas, which read a batch each in every step, in parts of equal length.
+
+    No replica has read more batches than another one, so at the end of an epoch some may read one of the next epoch
+    while others read the last ones of this epoch. Args: as of `ShareQueue`.
+    """
+
+    def __init__(
+        self,
+        end_of: Callable[[int, int], int],
+        num_shares: int,
+        begins: Sequence[int],
+        batches_at: Callable[[int], int] = lambda _: 0,
+    ) -> None:
+        super().__init__(end_of, num_shares, begins, batches_at)
+        self._num_replicas = num_shares
+        #: The ranges that each replica is to read, and the number of batches that it was dealt so far.
+        self._dealt: dict[int, deque[Split]] = defaultdict(deque)
+        self._num_dealt: Counter[int] = Counter()
+
+    def deal_to(self, num_replicas: int) -> None:
+        """Deals what was not read to another number of replicas."""
+        with self._changed:
+            self._num_replicas = num_replicas
+            self._wait_with([(split.name, split.num_read) for split in self._unread])
+
+    def places(self) -> list[tuple[int, int]]:
+        """The share that each replica reads next, and the batch of it."""
+        return [place_in(self.assign(replica)) for replica in range(self._num_replicas)]
+
+    @property
+    def _unread(self) -> list[Split]:
+        return [*super()._unread, *(split for splits in self._dealt.values() for split in splits)]
+
+    def _wait_with(self, unread: Iterable[tuple[str, int]]) -> None:
+        super()._wait_with(unread)
+        self._dealt.clear()
+        self._num_dealt.clear()
+
+    def _next_range(self, worker: int) -> Split:
+        while not (own := self._dealt[worker]):
+            self._deal()
+        return own.popleft()
+
+    def _deal(self) -> None:
+        """Deals an epoch: the rest of the first one that was begun, or the next one."""
+        if not self._waiting:
+            self._find_ranges()
+        ranges = sorted(map(self.range_of, map(_rest, self._waiting)))
+        this_epoch = [each for each in ranges if each[0] == ranges[0][0]]
+        self._waiting = deque(Split(_name(*each)) for each in ranges[len(this_epoch) :])
+        total = self._num_dealt.total() + sum(end - begin for _, _, begin, end in this_epoch)
+        left = deque(this_epoch)
+        for replica in range(self._num_replicas):
+            # As if batches were dealt one by one, since the replicas have had equally many.
+            wanted = -(-(total - replica) // self._num_replicas) - self._num_dealt[replica]
+            self._num_dealt[replica] += wanted
+            while wanted:
+                epoch, share, begin, end = left.popleft()
+                middle = min(end, begin + wanted)
+                self._dealt[replica].append(Split(_name(epoch, share, begin, middle)))
+                wanted -= middle - begin
+                if middle < end:
+                    left.appendleft((epoch, share, middle, end))
+
+
+def place_in(split: Split) -> tuple[int, int]:
+    """The share of a range, and the next batch of it that is to be read."""
+    _, share, begin, _ = ShareQueue.range_of(split)
+    return share, begin + split.num_read
+
+
 def shares_in(state: str | None) -> int | None:
     """The number of shares of the data whose state it is, if that is one of a `ShareQueue`."""
     found = json.loads(state).get("found") if state else None
@@ -247,12 +321,81 @@ def _num_left(split: Split) -> int:
     return end - begin - split.num_read
 
 
-class SharedData(TrainingData):
+def _rest(split: Split) -> Split:
+    """The part of a range that was not read."""
+    epoch, share, begin, end = ShareQueue.range_of(split)
+    return Split(_name(epoch, share, begin + split.num_read, end))
+
+
+class Shares(TrainingData):
+    """Other data, in a number of shares that does not depend on the number of workers."""
+
+    def __init__(self, data: TrainingData, num_shares: int) -> None:
+        self._data, self.num_shares = data, num_shares
+        self.calls_user_code = data.calls_user_code  # type: ignore[misc]
+        #: What each worker was sent of shares, by share and argument. The worker's own thread changes it.
+        self._sent: dict[int, dict[tuple[int, int], list[tf.Tensor | tf.Variable]]] = {}
+
+    def batches_per_pass(self, num_workers: int) -> int | None:
+        return self._data.batches_per_pass(self.num_shares)
+
+    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
+        return self._data.share_end(share, self.num_shares, num_passes)
+
+    def fingerprint(self) -> str | None:
+        return self._data.fingerprint()
+
+    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
+        return self._data.specs(self.num_shares)
+
+    def trace_transfer(self, num_workers: int) -> None:
+        self._data.trace_transfer(self.num_shares)
+
+    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
+        return self._data.batches(replace(context, num_workers=self.num_shares), *arguments)
+
+    @abc.abstractmethod
+    def place(self, worker: int) -> tuple[int, int]:
+        """The share that a worker reads, and the next batch of it."""
+
+    @abc.abstractmethod
+    def _keeps(self, worker: int, share: int) -> bool:
+        """True if a worker keeps the examples of a share."""
+
+    def place_of(self, worker: int, first_step: int, first_batch: int) -> tuple[int, int, int]:
+        share, batch = self.place(worker)
+        return share, _FIRST_SEED + batch, batch
+
+    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
+        share, _ = self.place(worker_index)
+        sent = self._sent.setdefault(worker_index, {})
+        for key in [key for key in sent if not self._keeps(worker_index, key[0])]:
+            del sent[key]
+
+        def once(
+            key: tuple[int, int], send: Callable[[], list[tf.Tensor | tf.Variable]]
+        ) -> list[tf.Tensor | tf.Variable]:
+            if key not in sent:
+                sent[key] = send()
+            return sent[key]
+
+        arguments = enumerate(self._data.arguments(share, self.num_shares))
+        return [partial(once, (share, n), argument) if callable(argument) else argument for n, argument in arguments]
+
+    def forget(self, worker: int | None = None) -> None:
+        if worker is None:
+            self._sent.clear()
+        else:
+            self._sent.pop(worker, None)
+
+
+class SharedData(Shares):
     """Other data, in as many shares as there were workers when training began.
 
     Args:
         data: of which `share_end` is known.
         num_shares, begins, batches_at, mixes_epochs: see `ShareQueue`.
+        in_step: whether the workers are replicas that read a batch each in every step, see `DealtShares`.
     """
 
     splits: ShareQueue
@@ -265,60 +408,48 @@ class SharedData(TrainingData):
         batches_at: Callable[[int], int] = lambda _: 0,
         *,
         mixes_epochs: bool = True,
+        in_step: bool = False,
     ) -> None:
         def end_of(share: int, num_passes: int) -> int:
             end = data.share_end(share, num_shares, num_passes)
             assert end is not None
             return end
 
-        self._data, self._num_shares = data, num_shares
-        self.calls_user_code = data.calls_user_code  # type: ignore[misc]
-        self.splits = ShareQueue(end_of, num_shares, begins, batches_at, mixes_epochs=mixes_epochs)
-        #: What each worker was sent of shares, by share and argument. The worker's own thread changes it.
-        self._sent: dict[int, dict[tuple[int, int], list[tf.Tensor | tf.Variable]]] = {}
-
-    def batches_per_pass(self, num_workers: int) -> int | None:
-        return self._data.batches_per_pass(self._num_shares)
-
-    def share_end(self, share: int, num_shares: int, num_passes: int) -> int | None:
-        return self._data.share_end(share, self._num_shares, num_passes)
-
-    def fingerprint(self) -> str | None:
-        return self._data.fingerprint()
-
-    def specs(self, num_workers: int) -> list[tf.TensorSpec]:
-        return self._data.specs(self._num_shares)
-
-    def trace_transfer(self, num_workers: int) -> None:
-        self._data.trace_transfer(self._num_shares)
-
-    def dataset(self, context: DataContext, *arguments: tf.Tensor) -> Any:
-        return self._data.batches(replace(context, num_workers=self._num_shares), *arguments)
-
-    def place_of(self, worker: int, first_step: int, first_batch: int) -> tuple[int, int, int]:
-        split = self.splits.assign(worker)
-        _, share, begin, _ = self.splits.range_of(split)
-        batch = begin + split.num_read
-        return share, _FIRST_SEED + batch, batch
-
-    def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
-        _, share, _, _ = self.splits.range_of(self.splits.assign(worker_index))
-        sent = self._sent.setdefault(worker_index, {})
-        for key in [key for key in sent if not self.splits.keeps(worker_index, key[0])]:
-            del sent[key]
-
-        def once(
-            key: tuple[int, int], send: Callable[[], list[tf.Tensor | tf.Variable]]
-        ) -> list[tf.Tensor | tf.Variable]:
-            if key not in sent:
-                sent[key] = send()
-            return sent[key]
-
-        arguments = enumerate(self._data.arguments(share, self._num_shares))
-        return [partial(once, (share, n), argument) if callable(argument) else argument for n, argument in arguments]
-
-    def forget(self, worker: int | None = None) -> None:
-        if worker is None:
-            self._sent.clear()
+        super().__init__(data, num_shares)
+        if in_step:
+            self.splits = DealtShares(end_of, num_shares, begins, batches_at)
         else:
-            self._sent.pop(worker, None)
+            self.splits = ShareQueue(end_of, num_shares, begins, batches_at, mixes_epochs=mixes_epochs)
+
+    def elsewhere(self) -> SharesElsewhere:
+        """The same, for another process, which is told where its replicas read."""
+        return SharesElsewhere(self._data, self.num_shares)
+
+    def place(self, worker: int) -> tuple[int, int]:
+        return place_in(self.splits.assign(worker))
+
+    def _keeps(self, worker: int, share: int) -> bool:
+        return self.splits.keeps(worker, share)
+
+
+class SharesElsewhere(Shares):
+    """Shares whose queue another process has, which tells the place of each replica.
+
+    Attributes:
+        arrived: these places, by replica.
+        state_there: what was read of the data, when the other process saves.
+    """
+
+    def __init__(self, data: TrainingData, num_shares: int) -> None:
+        super().__init__(data, num_shares)
+        self.arrived: Sequence[tuple[int, int]] = ()
+        self.state_there: str | None = None
+
+    def state(self) -> str | None:
+        return self.state_there
+
+    def place(self, worker: int) -> tuple[int, int]:
+        return self.arrived[worker]
+
+    def _keeps(self, worker: int, share: int) -> bool:
+        return share == self.arrived[worker][0]

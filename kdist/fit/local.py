@@ -128,7 +128,7 @@ class LocalFit(Hook):
         step = session.global_step if session.is_asynchronous else session.strategy.values.global_step()
         lengths, last_step = fit.lengths_on(shape, spec, step, session.strategy.batches_per_step), session.last_step
         if lengths is not None and lengths is not spec.epoch_lengths:
-            spec = replace(spec, epoch_lengths=lengths, count=replace(spec.count, begin=lengths.first_step))
+            spec = replace(spec, epoch_lengths=lengths, count=spec.count.of(lengths))
             last_step = last_step_of(train.steps, train.epochs, lengths, fit.count.first_epoch)
         return Resized(fit.resized(shape).make_strategy, spec, last_step)
 
@@ -187,7 +187,7 @@ class LocalFit(Hook):
         if fit.config.run.verbose in (1, "auto") and not any(isinstance(hook, Progress) for hook in hooks):
             hooks = [*hooks, Progress()]
         listed = [*others, self._history]
-        steps = train.steps_per_epoch or (None if lengths is None else lengths.steps_per_epoch)
+        steps = train.steps_per_epoch or (None if lengths is None else lengths.length_of(0))
         callbacks = Callbacks(listed, model, epochs=train.epochs, steps=steps)
         self._validate = validate = Validator(model, fit.validation, callbacks, self._stays_on_servers)
         has_evaluator = fit.place.shape.has_evaluator

@@ -354,14 +354,17 @@ class Fit:
     def training_data_of_checkpoint(self) -> TrainingData:
         """The same, in as many shares as when the run that is resumed was resized."""
         data = self.training_data
-        if data.splits is not None or not self.resumes or self.begins_anew or not self.place.shape.num_ps:
+        all_reduce = self.strategy_name in registry.ALL_REDUCE
+        can_share = self.place.shape.num_ps > 0 or all_reduce
+        if data.splits is not None or not self.resumes or self.begins_anew or not can_share:
             return data
         if self.config.strategy.local_steps > 1:
             return data
         number = shares_in(self.files.checkpoints().newest_data_state())
         if number is None or data.share_end(0, number, 1) is None:
             return data
-        return SharedData(data, number, [0] * number, mixes_epochs=self.strategy_name == "parameter_server")
+        mixes_epochs = self.strategy_name == "parameter_server"
+        return SharedData(data, number, [0] * number, mixes_epochs=mixes_epochs, in_step=all_reduce)
 
     def data_read_here(self) -> TrainingData:
         """The same, which this process reads for the workers."""
@@ -457,10 +460,18 @@ class Fit:
         if lengths is None or fresh is None or fresh == replace(lengths, first_step=fresh.first_step):
             return lengths
         following = lengths.epoch_at(step) + 1
+        next_batches_per_step = self.resized(shape).make_strategy().batches_per_step
+        if self.strategy_name in registry.ALL_REDUCE and data.share_end(0, batches_per_step, 1) is not None:
+            # By batches, see `DealtShares`. Data that is not in shares began at the count's beginning.
+            now = lengths
+            if not isinstance(data, SharedData):
+                per_pass = data.batches_per_pass(batches_per_step) or 1
+                now = EpochLengths(per_pass, per_pass, spec.count.begin, per_step=batches_per_step)
+            return replace(now, per_step=next_batches_per_step).placed(step, following, now.left_at(step))
         left = (lengths.begin_of(following) - step) * batches_per_step
         if isinstance(data, SharedData):
             left = data.splits.left_of_epoch or data.batches_per_pass(readers) or 0
-        steps_left = math.ceil(left / self.resized(shape).make_strategy().batches_per_step)
+        steps_left = math.ceil(left / next_batches_per_step)
         return replace(fresh, first_step=step + steps_left - replace(fresh, first_step=0).begin_of(following))
 
     def _epoch_lengths(
@@ -476,6 +487,8 @@ class Fit:
             # A pass has other steps than in Keras, for which the number is made.
             return EpochLengths.of(steps_per_epoch, None)
         batches = data.batches_per_pass(shares or readers)
+        if all_reduce and batches and isinstance(data, SharedData):
+            return EpochLengths(batches, batches, per_step=batches_per_step)
         steps_per_pass = None if batches is None else math.ceil(batches / batches_per_step)
         return EpochLengths.of(steps_per_epoch, steps_per_pass)
 
@@ -541,7 +554,7 @@ class Fit:
             stays_on_servers=lambda: self.keeps_model_on_servers,
             epoch_lengths=epoch_lengths,
             fingerprint=data.fingerprint(),
-            count=self.count if epoch_lengths is None else replace(self.count, begin=epoch_lengths.first_step),
+            count=self.count if epoch_lengths is None else self.count.of(epoch_lengths),
             source=self.source,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )

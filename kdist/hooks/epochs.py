@@ -216,7 +216,7 @@ class EpochRecorder(Hook):
         length = wanted = 0
         if self.passes is not None:
             length, wanted = self._batch_at(step), self.passes.steps_per_epoch or 0
-        elif self.lengths is not None:
+        elif self.lengths is not None and self.lengths.steps_per_epoch != self.lengths.steps_per_pass:
             length, wanted = self.lengths.length_of(self._epoch - self.first_epoch), self.lengths.steps_per_epoch
         if 0 < length < wanted:
             warn(

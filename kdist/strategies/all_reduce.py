@@ -7,10 +7,10 @@ by TensorFlow's all-reduce (`tf.distribute.ReplicaContext.all_reduce`); since al
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,8 @@ import tensorflow as tf
 from kdist._compat.tensorflow import all_reduce
 from kdist.cluster.spec import CHIEF
 from kdist.data.base import iterator_over, iterator_spec
-from kdist.data.epoch_lengths import EpochCount
+from kdist.data.epoch_lengths import EpochCount, EpochLengths
+from kdist.data.shares import DealtShares, Shares
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput, RunningStep
@@ -26,17 +27,21 @@ from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rul
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.calls import CallLogs, NextBatch, Replica, StepLogs, run_steps
-from kdist.strategies.on_store import StoreStrategy
+from kdist.strategies.on_store import StoreStrategy, StoreValues
 from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepare
 
 
 class AllReduce(StoreStrategy):
     """Synchronous replicas over a `tf.distribute` strategy, which subclasses create."""
 
+    takes_equal_steps: ClassVar[bool] = True
+
     def __init__(self) -> None:
         #: The first one of this process, over all processes.
         self._first_replica = 0
-        self._iterators: list[Iterator[Any]] = []
+        #: By replica; of shares also the place at which each goes on.
+        self._iterators: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}
         self._functions: dict[int, Callable[..., tf.Tensor]] = {}
         self._traced: set[int] = set()
 
@@ -56,42 +61,64 @@ class AllReduce(StoreStrategy):
         prepared.check_fixed_tables(self.name)
         if self.num_replicas > 1:
             prepared.check_assigned(self.name)
+        if isinstance(spec.data.splits, DealtShares):
+            spec.data.splits.deal_to(self.num_replicas)
         self._logs = CallLogs(prepared.replica_step)
         # All replicas take all steps.
         self._sizer = prepared.sizer(num_workers=1)
         return prepared
 
     def stop(self) -> None:
-        self._iterators.clear()
+        self._forget_iterators()
         self._functions.clear()
         self._traced.clear()
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        if interrupted() or (self._splits is not None and not self._splits.look()):
+        splits, replicas = self._splits, range(self.num_replicas)
+        if interrupted() or (splits is not None and not splits.look()):
             return None
+        if splits is not None and splits.have_lengths:
+            may_begin = min(splits.reserve(replica, may_begin) for replica in replicas)
         size = self._sizer.next_size(may_begin)
         self.warming_up |= size not in self._traced
         self._traced.add(size)
         packed = self.call(size)
-        if self._splits is not None:
-            for replica in self._replicas:
-                self._splits.advance(replica)
+        if splits is not None:
+            for replica in replicas:
+                splits.advance(replica, size)
         return self._logs.join([self._logs.unpack(row) for row in packed])
 
     def call(self, num_steps: int) -> np.ndarray:
         """Runs steps on all replicas, which every process has to do; returns all logs, `[replicas, num_steps, n]`."""
-        # A split is one batch, which is no dataset.
-        if not self._iterators or not isinstance(self._make_dataset.structured_outputs, tf.data.Dataset):
-            self._iterators = [iterator_over(self._dataset(replica)) for replica in self._replicas]
+        for replica in self._replicas:
+            self._take_iterator(replica, num_steps)
         try:
-            return self._function(num_steps)(self._iterators).numpy()
+            return self._function(num_steps)([self._iterators[replica] for replica in self._replicas]).numpy()
         except tf.errors.OutOfRangeError as error:
             raise TaskError(str(CHIEF), no_batch()) from error
 
-    def begin_data_at(self, count: EpochCount) -> None:
-        """Counts the epochs of the data from another step on."""
-        self._prepared = replace(self._prepared, spec=replace(self._prepared.spec, count=count))
+    def _take_iterator(self, replica: int, num_steps: int) -> None:
+        """Makes a new iterator for a replica, unless the one that it has goes on where it is to read."""
+        data = self._prepared.spec.data
+        # A split is one batch, which is no dataset.
+        is_dataset = isinstance(self._make_dataset.structured_outputs, tf.data.Dataset)
+        place = data.place(replica) if isinstance(data, Shares) else None
+        if not is_dataset or replica not in self._iterators or self._places.get(replica) != place:
+            self._iterators[replica] = iterator_over(self._dataset(replica))
+        if place is not None:
+            share, batch = place
+            self._places[replica] = share, batch + num_steps
+
+    def _forget_iterators(self) -> None:
         self._iterators.clear()
+        self._places.clear()
+
+    def begin_data_at(self, count: EpochCount, lengths: EpochLengths | None) -> None:
+        """Counts the epochs of the data from another step on."""
+        spec = replace(self._prepared.spec, count=count, epoch_lengths=lengths)
+        self._prepared = replace(self._prepared, spec=spec)
+        self.values = StoreValues(self._stores, self, spec)
+        self._forget_iterators()
 
     def share(self) -> None:
         """Sends the values of the chief to the other processes, if there are any."""

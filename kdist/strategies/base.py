@@ -262,6 +262,8 @@ class Strategy(abc.ABC):
     name: ClassVar[str]
     #: True if an update may be computed from older parameters than it is applied to.
     is_asynchronous: ClassVar[bool] = False
+    #: True if every replica takes part in each step, with one batch.
+    takes_equal_steps: ClassVar[bool] = False
     #: True if workers can also evaluate, by `on_workers`.
     has_workers: ClassVar[bool] = False
     #: The number of replicas that compute gradients.

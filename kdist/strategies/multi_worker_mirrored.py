@@ -23,6 +23,7 @@ from kdist._compat.tensorflow import all_reduce
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig
+from kdist.data.shares import DealtShares, SharesElsewhere
 from kdist.errors import ClusterError, ResizeError, reason
 from kdist.log import warn
 from kdist.model.names import GLOBAL_STEP
@@ -93,7 +94,7 @@ class MultiWorkerMirrored(AllReduce):
         super().stop()
         self._start(spec, distribution)
         # In every worker: collectives are numbered as they are traced.
-        self._say_together = self._traced_sum(tf.TensorSpec([2], tf.int64))
+        self._say_together = self._traced_sum(tf.TensorSpec([2 + 2 * self.num_replicas], tf.int64))
 
     def _meet_others(self) -> None:
         self._bounded(self._share)
@@ -146,6 +147,8 @@ class MultiWorkerMirrored(AllReduce):
         rounds, cluster, before = self._rounds, self._cluster, self._prepared.spec
         assert rounds is not None
         assert cluster is not None
+        if resize.before != resize.after:
+            spec = self._with_shares(spec)
         values = self.values.read()
         try:
             if self._announces:
@@ -199,12 +202,17 @@ class MultiWorkerMirrored(AllReduce):
 
     def _follow_announcements(self) -> None:
         # The chief may be busy between two calls: it validates and saves.
-        while (announced := self._say(0)) != (_END, 0):
-            command, argument = announced
+        data = self._prepared.spec.data
+        while True:
+            command, argument, *places = self._say(0)
+            if command == _END:
+                return
             if command == _SHARE:
                 self._share()
-            else:
-                super().call(argument)
+                continue
+            if isinstance(data, SharesElsewhere):
+                data.arrived = list(zip(places[::2], places[1::2]))
+            super().call(argument)
 
     def values_were_set(self, global_step: SupportsInt | None) -> None:
         super().values_were_set(global_step)
@@ -221,20 +229,27 @@ class MultiWorkerMirrored(AllReduce):
         super().stop()
 
     def call(self, num_steps: int) -> np.ndarray:
-        return self._bounded(partial(self._with_all, partial(super().call, num_steps), _RUN, num_steps))
+        splits = self._prepared.spec.data.splits
+        places = splits.places() if isinstance(splits, DealtShares) else []
+        said = [_RUN, num_steps, *(number for place in places for number in place)]
+        return self._bounded(partial(self._with_all, partial(super().call, num_steps), *said))
 
     def share(self) -> None:
         self._bounded(partial(self._with_all, self._share, _SHARE))
 
-    def _with_all(self, function: Callable[[], T], command: int, argument: int = 0) -> T:
+    def _with_all(self, function: Callable[[], T], *said: int) -> T:
         if self._announces:
-            self._say(command, argument)
+            self._say(*said)
         return function()
 
-    def _say(self, command: int, argument: int = 0) -> tuple[int, int]:
-        """Announces a command of the chief, to which other workers contribute 0; returns it."""
-        said = self._say_together(tf.constant([command, argument], tf.int64)).numpy()
-        return int(said[0]), int(said[1])
+    def _say(self, *said: int) -> list[int]:
+        """Announces a command of the chief, its argument and places in the data; returns what the chief announces.
+
+        Other workers contribute zeros.
+        """
+        numbers = np.zeros(2 + 2 * self.num_replicas, np.int64)
+        numbers[: len(said)] = said
+        return list(map(int, self._say_together(tf.constant(numbers)).numpy()))
 
     def _find_pids(self) -> dict[Task, int]:
         """The process ids of the other workers on this machine, which each worker tells all others."""

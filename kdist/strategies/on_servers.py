@@ -248,29 +248,18 @@ class ServersStrategy(StoreStrategy):
         """Makes what uses the store, and is made anew when another one has the values."""
 
     def _with_shares(self, spec: TrainingSpec) -> TrainingSpec:
-        """The same training, with data that any number of workers can read, if that is possible."""
-        data, number = spec.data, self._prepared.num_workers
-        if data.splits is not None or not self._can_share or data.share_end(0, number, 1) is None:
-            return spec
+        shared = super()._with_shares(spec)
+        if isinstance(shared.data, SharedData) and shared is not spec:
+            shared.data.splits.last_step = spec.last_step
+            shared.data.splits.begin_to_count(self._num_applied)
+        return shared
+
+    def _batches_read(self, number: int, batches_at: Callable[[int], int]) -> Sequence[int]:
         # What workers have read is known when they have finished their calls.
         self._set_calls_aside()
         self.drain()
-        begin, batches_per_step = spec.count.begin, self.batches_per_step
-
-        def batches_at(step: int) -> int:
-            return max(0, step - begin) * batches_per_step // number
-
         known = {worker: first + self._iterators.num_read[worker] for worker, first in self._first_batches.items()}
-        begins = [known.get(share, batches_at(self._num_applied)) for share in range(number)]
-        shared = SharedData(data, number, begins, batches_at, mixes_epochs=self.is_asynchronous)
-        shared.splits.last_step = spec.last_step
-        shared.splits.begin_to_count(self._num_applied)
-        return replace(spec, data=shared)
-
-    @property
-    def _can_share(self) -> bool:
-        """True if workers may read different numbers of batches."""
-        return True
+        return [known.get(share, batches_at(self._num_applied)) for share in range(number)]
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
         with self._until_cancelled():

@@ -9,6 +9,7 @@ import abc
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, SupportsInt, TypeVar
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from kdist.cluster.spec import Cluster, ClusterChange, ClusterShape, Task
 from kdist.data.base import make_dataset
+from kdist.data.shares import SharedData
 from kdist.data.splits import Splits
 from kdist.model.names import GLOBAL_STEP
 from kdist.parameters.store import ParameterStore
@@ -161,6 +163,32 @@ class StoreStrategy(Strategy):
     def _in_flight_logs(self) -> StepLogs | None:
         """Waits for the next call in flight; None if there is none."""
         return None
+
+    def _with_shares(self, spec: TrainingSpec) -> TrainingSpec:
+        """The same training, with data that any number of workers can read, if that is possible."""
+        data, number = spec.data, self._prepared.num_workers
+        if data.splits is not None or not self._can_share or data.share_end(0, number, 1) is None:
+            return spec
+        # The count of `spec` may be that of epochs on another number of workers.
+        begin, batches_per_step = self._prepared.spec.count.begin, self.batches_per_step
+
+        def batches_at(step: int) -> int:
+            return max(0, step - begin) * batches_per_step // number
+
+        begins = self._batches_read(number, batches_at)
+        shared = SharedData(
+            data, number, begins, batches_at, mixes_epochs=self.is_asynchronous, in_step=self.takes_equal_steps
+        )
+        return replace(spec, data=shared)
+
+    @property
+    def _can_share(self) -> bool:
+        """True if workers may read different numbers of batches."""
+        return True
+
+    def _batches_read(self, number: int, batches_at: Callable[[int], int]) -> Sequence[int]:
+        """The batches that each of `number` workers has read; `batches_at` is that number, about, at a step."""
+        return [batches_at(self.values.global_step())] * number
 
     @property
     def _splits(self) -> Splits | None:

@@ -40,6 +40,7 @@ from kdist.cluster.spec import ClusterChange, ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.pickling import dumps, loads, pack_program
+from kdist.data.shares import DealtShares, SharedData
 from kdist.errors import ClusterError, ConfigError, KdistError, ResizeError, reason
 from kdist.model.names import GLOBAL_STEP, LEARNING_RATE
 from kdist.model.state import read_from_model
@@ -141,23 +142,27 @@ class Remote(AllReduce):
 
     def _request(self, spec: TrainingSpec) -> bytes:
         """The training for `remote_main`: the maker of its strategy, a source of the model, the spec, the values."""
-        data = spec.data if spec.data.splits is None else BatchesElsewhere(spec.data)
+        data = spec.data
+        if data.splits is not None:
+            data = data.elsewhere() if isinstance(data, SharedData) else BatchesElsewhere(data)
         sent = replace(spec, model=cast(Any, None), source=None, data=data, stays_on_servers=bool)
         return pack_program((self._make, spec.source or spec.model, sent, read_from_model(spec.model)))
 
     def call(self, num_steps: int) -> np.ndarray:
         self._check_copied()
-        return self._processes.call_all("run", num_steps, self._batches())
+        return self._processes.call_all("run", num_steps, self._told_of_data())
 
     @property
     def _replicas(self) -> range:
         return range(self.num_replicas)
 
-    def _batches(self) -> list[list[np.ndarray]] | None:
-        """The arguments of a step's batches, by replica; None if the workers read the data themselves."""
-        if self._splits is None:
-            return None
+    def _told_of_data(self) -> Sequence[Any] | None:
+        """What the replicas are told of their batches: the arguments, or where they are; None if they know."""
         data, number = self._prepared.spec.data, self.num_replicas
+        if isinstance(data.splits, DealtShares):
+            return data.splits.places()
+        if data.splits is None:
+            return None
         return [[np.asarray(a) for a in data.arguments(replica, number)] for replica in self._replicas]
 
     def _check_copied(self) -> None:
@@ -184,7 +189,8 @@ class Remote(AllReduce):
         spec = ClusterSpec((), ("",) * self._num_workers)
         before, after = spec.shape, change.applied_to(spec)
         if before != after:
-            processes, training = self._processes_for(after.num_workers), self._prepared.spec
+            # Where they are to read, they are told with each call.
+            processes, training = self._processes_for(after.num_workers), self._with_shares(self._prepared.spec)
             start = partial(processes.start, self._request(training), training.log_dir)
             self._following = processes, in_thread(start)
         return PendingResize(before, after)
@@ -203,7 +209,7 @@ class Remote(AllReduce):
     def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
         assert self._following is not None
         (processes, started), self._following = self._following, None
-        before, values = self._processes, self.values
+        before, values, spec = self._processes, self.values, self._with_shares(spec)
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             prefix = Path(folder) / "values"
             try:
@@ -214,7 +220,7 @@ class Remote(AllReduce):
             learning_rate = values.read({LEARNING_RATE} & values.shapes.keys())
             self._take_number(resize.after.num_workers)
             self._train_on(processes, started.result(), spec)
-            processes.call_all("begin_data_at", spec.count)
+            processes.call_all("begin_data_at", spec.count, spec.epoch_lengths)
             self.values.restore(prefix)
         if learning_rate:
             self.values.write(learning_rate)

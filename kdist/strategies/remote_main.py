@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -30,7 +30,7 @@ from kdist.errors import KdistError, TaskError, traceback_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from kdist.data.epoch_lengths import EpochCount
+    from kdist.data.epoch_lengths import EpochCount, EpochLengths
     from kdist.parameters.tables.changed_rows import DeltaBase
     from kdist.strategies.all_reduce import AllReduce
 
@@ -117,12 +117,12 @@ class _Served:
         self._data = data
         self._portions: Iterator[Mapping[str, np.ndarray]] = iter(())
 
-    def run(self, num_steps: int, batches: list[list[np.ndarray]] | None) -> np.ndarray:
+    def run(self, num_steps: int, told_of_data: Sequence[Any] | None) -> np.ndarray:
         """Runs steps; returns the logs of all replicas, float64 `[replicas, num_steps, n]`."""
         import tensorflow as tf
 
-        if batches is not None:
-            self._data.arrived = batches
+        if told_of_data is not None:
+            self._data.arrived = told_of_data
         try:
             return self._strategy.call(num_steps)
         except tf.errors.OpError as error:
@@ -131,8 +131,8 @@ class _Served:
     def share(self) -> None:
         self._strategy.share()
 
-    def begin_data_at(self, count: EpochCount) -> None:
-        self._strategy.begin_data_at(count)
+    def begin_data_at(self, count: EpochCount, lengths: EpochLengths | None) -> None:
+        self._strategy.begin_data_at(count, lengths)
 
     def of_values(self, name: str, *arguments: Any) -> Any:
         return getattr(self._strategy.values, name)(*arguments)

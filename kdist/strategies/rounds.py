@@ -30,6 +30,7 @@ from kdist.cluster.processes.chief_board import Chief
 from kdist.cluster.spec import ClusterShape, Membership, Task
 from kdist.config.schema import ClusterConfig
 from kdist.data.epoch_lengths import EpochCount, EpochLengths
+from kdist.data.shares import SharedData, SharesElsewhere
 from kdist.dispatch.health import describe_lost
 from kdist.errors import ClusterError, ConfigError, NoWorkersError
 from kdist.log import warn
@@ -110,12 +111,14 @@ class Round:
         number: another one in each round.
         workers: the address of each worker, by its index.
         began_with: the number of workers with which the fit began: the data is made for it.
+        num_shares: of the data, if the chief says who reads which; None otherwise.
         seed, count, lengths: of the training, see `TrainingSpec`.
     """
 
     number: int
     workers: Mapping[int, str]
     began_with: int
+    num_shares: int | None
     seed: int
     count: EpochCount
     lengths: EpochLengths | None
@@ -136,8 +139,9 @@ class Round:
         return ClusterShape(0, self.began_with)
 
     def of(self, spec: TrainingSpec) -> TrainingSpec:
-        """The same training, with the epochs of the chief."""
-        return replace(spec, count=self.count, epoch_lengths=self.lengths)
+        """The same training, with the epochs and shares of the chief."""
+        data = spec.data if self.num_shares is None else SharesElsewhere(spec.data, self.num_shares)
+        return replace(spec, count=self.count, epoch_lengths=self.lengths, data=data)
 
     def join(self, index: int) -> tf.distribute.Strategy:
         """Joins the other workers."""
@@ -173,7 +177,8 @@ class ChiefsRounds:
         workers = {**_by_index(self.cluster.spec.addresses), own.index: self.cluster.chief_address}
         self.cluster.end_round(self._number)
         self._number = next(_numbers)
-        begun = Round(self._number, workers, self._began_with, spec.seed, spec.count, spec.epoch_lengths)
+        num_shares = spec.data.num_shares if isinstance(spec.data, SharedData) else None
+        begun = Round(self._number, workers, self._began_with, num_shares, spec.seed, spec.count, spec.epoch_lengths)
         # Before the others: their first collective asks this process who takes part.
         distribution = begun.join(own.index)
         for task in self.cluster.spec.tasks:

@@ -51,6 +51,24 @@ def test_data_without_an_end_counts_no_passes() -> None:
     assert EpochLengths.of(None, None) is None
 
 
+@pytest.mark.parametrize(("per_pass", "before", "after"), [(101, 2, 3), (100, 3, 2), (7, 2, 5), (12, 4, 1)])
+def test_epochs_end_with_the_pass_also_if_a_step_takes_the_last_and_the_first_batches(
+    per_pass: int, before: int, after: int
+) -> None:
+    lengths, step, taken, ends = EpochLengths(per_pass, per_pass, 10, per_step=before), 10, 0, []
+    for epoch in range(20):
+        while taken < (epoch + 1) * per_pass:
+            assert (lengths.epoch_at(step), lengths.left_at(step)) == (epoch, (epoch + 1) * per_pass - taken)
+            if epoch == 5 and taken >= 5.5 * per_pass and lengths.per_step == before:
+                left = lengths.left_at(step)
+                lengths = EpochLengths(per_pass, per_pass, per_step=after).placed(step, epoch + 1, left)
+                assert 0 <= lengths.ahead < after
+            step, taken = step + 1, taken + lengths.per_step
+        ends.append(step)
+
+    assert [lengths.begin_of(epoch) for epoch in range(7, 21)] == ends[6:]
+
+
 @pytest.mark.parametrize(
     ("cluster", "strategy", "length"),
     [("local", "auto", 3), ("1ps1w", "auto", 3), ("2ps2w", "auto", 5), ("2ps2w", "sync_replicas", 5)],

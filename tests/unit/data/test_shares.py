@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kdist.data.shares import ShareQueue, shares_in
+from kdist.data.shares import DealtShares, ShareQueue, place_in, shares_in
 from kdist.data.splits import NothingToRead
 
 SHARES, BATCHES = 3, 67
@@ -124,3 +124,42 @@ def test_the_state_continues_where_it_was_and_a_lost_call_is_read_again() -> Non
     assert again.range_of(again.assign(0)) == (0, 0, 40, BATCHES)
     assert shares_in(None) is None
     assert shares_in('{"found": [0, true], "unread": []}') is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replicas_read_each_batch_once_in_every_epoch_however_many_there_are(seed: int) -> None:
+    rng, seen, num_replicas = random.Random(seed), Counter[tuple[int, int]](), SHARES
+    splits = DealtShares(lambda _, passes: passes * BATCHES, SHARES, [5] * SHARES, lambda step: step)
+    left = 4 * SHARES * BATCHES - 5 * SHARES
+    while left > 0:
+        if rng.random() < 0.1:
+            num_replicas = rng.randint(1, 5)
+            splits.deal_to(num_replicas)
+        if rng.random() < 0.1:
+            # As a run that is resumed, or goes on with its newest checkpoint.
+            splits.restore_at(0, splits.state())
+        size = min(splits.reserve(replica, rng.choice([1, 4, 16])) for replica in range(num_replicas))
+        if size * num_replicas > left:
+            size = 1
+        for replica, (share, batch) in enumerate(splits.places()):
+            seen.update((share, batch + i) for i in range(size))
+            splits.advance(replica, size)
+        left -= size * num_replicas
+
+    of_epochs = {batch: n for batch, n in seen.items() if batch[1] < 4 * BATCHES}
+    assert set(of_epochs.values()) == {1}
+    assert len(of_epochs) == 4 * SHARES * BATCHES - 5 * SHARES
+    # The last step was full.
+    assert len(seen) - len(of_epochs) == -left < num_replicas
+
+
+def test_replicas_read_long_ranges_and_what_they_had_before() -> None:
+    splits = DealtShares(lambda _, passes: passes * 100, 2, [0, 0])
+    assert splits.places() == [(0, 0), (1, 0)]
+
+    splits.deal_to(3)
+
+    ranges = [splits.range_of(splits.assign(replica)) for replica in range(3)]
+    assert ranges == [(0, 0, 0, 67), (0, 0, 67, 100), (0, 1, 34, 100)]
+    splits.advance(1, 33)
+    assert place_in(splits.assign(1)) == (1, 0)

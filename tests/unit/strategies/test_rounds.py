@@ -20,7 +20,7 @@ _WORKERS = [Task("worker", index) for index in range(3)]
 
 @pytest.mark.parametrize("lengths", [None, EpochLengths(7, 20, first_step=3)])
 def test_a_round_arrives_as_it_was_sent(lengths: EpochLengths | None) -> None:
-    sent = Round(4, {0: "a:1", 2: "c:1"}, 3, 17, EpochCount(1, 2, 3), lengths)
+    sent = Round(4, {0: "a:1", 2: "c:1"}, 3, 2, 17, EpochCount(1, 2, 3), lengths)
     assert Round.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
 
 
