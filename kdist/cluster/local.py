@@ -159,6 +159,7 @@ class LocalCluster(Cluster):
     def admit(self, joining: Collection[Task]) -> None:
         self.spec = self.spec.with_tasks({task: self._joining.pop(task) for task in joining})
         self._watch_over(list(joining))
+        self._share_cores()
 
     def dismiss(self, leaving: Collection[Task]) -> None:
         self.spec = self.spec.without([task for task in leaving if task not in self._joining])
@@ -166,6 +167,7 @@ class LocalCluster(Cluster):
             self._joining.pop(task, None)
             self._starting.discard(task)
         end_children([self._children.pop(task) for task in leaving], _STOP_SECS)
+        self._share_cores()
 
     def starting_tasks(self) -> set[Task]:
         for task in list(self._starting):
@@ -215,6 +217,19 @@ class LocalCluster(Cluster):
         with suppress(BrokenPipeError):
             self._guard.stdin.write("".join(f"{self._children[task].pid}\n" for task in tasks).encode())
             self._guard.stdin.flush()
+
+    def _share_cores(self) -> None:
+        """Binds tasks as if the cluster had begun in its present shape; the numbers of their threads stay."""
+        if sys.platform != "linux":
+            return
+        anywhere = os.sched_getaffinity(0)
+        for task in self._children.keys() - self._starting - self._joining.keys():
+            _, _, cores = share_of_machine(task, self.spec.shape)
+            # It may have ended, and a thread of it.
+            with suppress(FileNotFoundError):
+                for thread in os.listdir(f"/proc/{self._children[task].pid}/task"):
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(thread), cores or anywhere)
 
     def _launch(self, task: Task, spec: ClusterSpec) -> Child:
         options = TaskOptions(spec.jobs, task.job, task.index, *share_of_machine(task, spec.shape))

@@ -69,7 +69,7 @@ class EpochLengths:
 
     def continuing(self, count: EpochCount, step: int) -> EpochLengths:
         """The same lengths, placed so that at `step`, where a run has this count, as much of the epoch is done."""
-        placed = replace(self, first_step=count.begin, ahead=count.ahead)
+        placed = replace(self, first_step=count.begin)
         epoch = count.epoch - count.first_epoch
         if not count.length or (placed.epoch_at(step), placed.length_of(epoch)) == (epoch, count.length):
             return placed
@@ -92,7 +92,6 @@ class EpochCount:
         epoch: the number of the present epoch, from 0, of which `batch` of `length` steps are done; 0 if not known.
         more_epochs, epochs: of a fit that trains so many more, and the number at which it ends; 0 of any other.
         more_steps, steps: the same, in global steps.
-        ahead: see `EpochLengths`.
     """
 
     origin: int = 0
@@ -105,7 +104,6 @@ class EpochCount:
     epochs: int = 0
     more_steps: int = 0
     steps: int = 0
-    ahead: int = 0
 
     @classmethod
     def of_array(cls, values: Sequence[int]) -> EpochCount:
@@ -118,10 +116,6 @@ class EpochCount:
         """The values as in a checkpoint, int64 `[n]`; the first two are those of kdist 0.1.0."""
         origin, begin, first_epoch, *others = astuple(self)
         return np.array([begin, first_epoch, origin, *others], np.int64)
-
-    def of(self, lengths: EpochLengths) -> EpochCount:
-        """The count of a run that goes on with epochs of these lengths."""
-        return replace(self, begin=lengths.first_step, ahead=lengths.ahead)
 
     @property
     def num_epochs(self) -> int:

@@ -128,7 +128,7 @@ class LocalFit(Hook):
         step = session.global_step if session.is_asynchronous else session.strategy.values.global_step()
         lengths, last_step = fit.lengths_on(shape, spec, step, session.strategy.batches_per_step), session.last_step
         if lengths is not None and lengths is not spec.epoch_lengths:
-            spec = replace(spec, epoch_lengths=lengths, count=spec.count.of(lengths))
+            spec = replace(spec, epoch_lengths=lengths, count=replace(spec.count, begin=lengths.first_step))
             last_step = last_step_of(train.steps, train.epochs, lengths, fit.count.first_epoch)
         return Resized(fit.resized(shape).make_strategy, spec, last_step)
 

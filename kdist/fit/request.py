@@ -28,7 +28,7 @@ from kdist.config.scheduler import grace_secs_of
 from kdist.config.schema import Config
 from kdist.data.base import Readers, TrainingData
 from kdist.data.epoch_lengths import EpochCount, EpochLengths
-from kdist.data.shares import SharedData, shares_in
+from kdist.data.shares import DealtShares, SharedData, shares_in
 from kdist.data.sources import training_data
 from kdist.data.split_data import SplitSource
 from kdist.dispatch import connection
@@ -441,7 +441,12 @@ class Fit:
             replicas: of an earlier run; all-reduce workers know their number only when they have joined each other.
         """
         lengths = None if data.passes is not None else self._epoch_lengths(data, replicas)
-        step, _ = self._earlier or (self.count.begin, None)
+        step, count = self._earlier or (self.count.begin, self.count)
+        if lengths is not None and self.steps_per_epoch is None and isinstance(data.splits, DealtShares):
+            # Its state knows where the epoch ends, to the batch.
+            data.splits.restore(self.files.checkpoints().newest_data_state())
+            left = (data.splits.left_of_epoch - 1) % lengths.steps_per_pass + 1
+            return lengths.placed(step, count.epoch - count.first_epoch + 1, left)
         return None if lengths is None else lengths.continuing(self.count, step)
 
     def lengths_on(
@@ -554,7 +559,7 @@ class Fit:
             stays_on_servers=lambda: self.keeps_model_on_servers,
             epoch_lengths=epoch_lengths,
             fingerprint=data.fingerprint(),
-            count=self.count if epoch_lengths is None else self.count.of(epoch_lengths),
+            count=self.count if epoch_lengths is None else replace(self.count, begin=epoch_lengths.first_step),
             source=self.source,
             saves_deltas=any(isinstance(hook, CheckpointSaver) and hook.full_every > 1 for hook in self.hooks),
         )

@@ -243,6 +243,27 @@ def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) ->
     assert running_since(earlier) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds tasks")
+def test_workers_share_the_cores_with_those_that_join(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+
+    def check(cluster: LocalCluster) -> None:
+        for task, pid in cluster.pids.items():
+            wanted = set(share_of_machine(task, cluster.spec.shape, cores)[2] or cores)
+            assert {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir(f"/proc/{pid}/task")} == {
+                frozenset(wanted)
+            }
+
+    with running(ClusterShape(1, 1), tmp_path) as cluster:
+        check(cluster)
+        joining = cluster.begin_to_add(0, len(cores))
+        wait_until(lambda: cluster.are_ready(joining), 30, "they serve")
+        cluster.admit(joining)
+        check(cluster)
+        cluster.dismiss(joining)
+        check(cluster)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a test choose the thread")
 def test_a_worker_says_that_it_was_told_to_leave_whichever_of_its_threads_got_the_signal(tmp_path: Path) -> None:
     worker = Task("worker", 1)
