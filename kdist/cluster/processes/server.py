@@ -124,8 +124,9 @@ def _leave_at_sigterm(pipe: int, name: str) -> None:
     """
 
     def ask(_number: int, _frame: Any) -> None:
-        print(f"{log.now()} {name} was told to leave (SIGTERM)", file=sys.stderr, flush=True)
         with suppress(OSError):
+            # Not `print`, which this may interrupt.
+            os.write(2, f"{log.now()} {name} was told to leave (SIGTERM)\n".encode())
             os.write(pipe, LEAVES)
 
     signal.signal(signal.SIGTERM, ask)
