@@ -257,6 +257,10 @@ class _FileHandler(logging.FileHandler):
         with suppress(OSError):
             super().emit(record)
 
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
         if not is_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kdist.cluster.spec import ClusterChange
 from kdist.config.schema import ClusterConfig
 from kdist.console import lines
 from kdist.errors import ConfigError
-from kdist.run.resizes import ask
+from kdist.run.resizes import ask, of_another_user
 from kdist.storage.folder import Folder
 from kdist.storage.lock import RunLock
 from kdist.storage.object_storage import is_url
@@ -55,8 +56,11 @@ def run(arguments: list[str]) -> int:
     if is_url(given.run_dir):
         raise ConfigError(f"{given.run_dir}: is a URL; give the folder where the chief mirrors it, on its machine")
     run_dir = Path(given.run_dir)
-    if not run_dir.is_dir():
+    # Of a folder of somebody else it is not known what it has.
+    if not os.access(run_dir, os.F_OK) or not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: is no run dir")
+    if not os.access(run_dir, os.X_OK):
+        raise of_another_user(run_dir)
     lock = RunLock(Folder(run_dir))
     if lock.living() is None:
         raise ConfigError(f"{run_dir}: no run is training there")

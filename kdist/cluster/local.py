@@ -141,8 +141,13 @@ class LocalCluster(Cluster):
         addresses = {task: f"127.0.0.1:{port}" for task, port in zip(new, ports)}
         self._joining = {task: addresses.get(task) or self.spec.address(task) for task in tasks}
         spec = self.spec.with_tasks(self._joining)
-        for task in tasks:
-            self._children[task] = self._launch(task, spec)
+        try:
+            for task in tasks:
+                self._children[task] = self._launch(task, spec)
+        except (ClusterError, OSError):
+            self.dismiss([task for task in tasks if task in self._children])
+            self._joining.clear()
+            raise
         return tasks
 
     def are_ready(self, joining: Collection[Task]) -> bool:

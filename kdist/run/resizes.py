@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.cluster.resolve import CHIEF_FILE, CONTROL_FOLDER
 from kdist.cluster.spec import ClusterChange
 from kdist.config.schema import ClusterConfig
-from kdist.errors import ClusterError, ConfigError, KdistError, ResizeError
+from kdist.errors import ClusterError, ConfigError, KdistError, ResizeError, reason
 from kdist.log import warn
 from kdist.run.result import content_of, now
 from kdist.storage.files import write_whole
@@ -206,8 +206,9 @@ class Resizer:
                 if time.monotonic() - began <= self._timeout:
                     return
                 raise ResizeError(f"not finished in {self._timeout:g} s (cluster.step_timeout)")
-        except (ClusterError, ResizeError) as error:
-            self.cancel(strategy, ResizeError(f"{request.change}: {error}; training continues on {resize.before}"))
+        except (ClusterError, ResizeError, OSError) as error:
+            why = f"{request.change}: {reason(error)}; training continues on {resize.before}"
+            self.cancel(strategy, ResizeError(why))
             return
         self._present = None
         try:
@@ -233,9 +234,12 @@ class Resizer:
             if change.workers is not None and change.workers < self._min_workers:
                 raise ConfigError(f"{change}: fewer than cluster.min_workers={self._min_workers}")
             resize = strategy.begin_resize(change)
-        except KdistError as error:
+        except (KdistError, OSError) as error:
             if joining is not None:
-                strategy.refuse_to_join(str(error))
+                strategy.refuse_to_join(reason(error))
+            if isinstance(error, OSError):
+                # As of a disk that is full.
+                error = ResizeError(f"{change}: {reason(error)}; training continues as before")
             request.outcome.set_exception(error)
             return
         if resize.before == resize.after and change.move is None:
@@ -264,6 +268,11 @@ class Resizer:
         self.requests.close()
 
 
+def of_another_user(run_dir: Path) -> ConfigError:
+    """The error for a run of somebody else."""
+    return ConfigError(f"{run_dir}: its run belongs to another user, who alone may resize it")
+
+
 def ask(run_dir: Path, words: list[str], why: str, is_alive: Callable[[], bool], timeout: float) -> Resize:
     """Asks the chief that trains in a run dir on this machine for a change, and waits until it is made.
 
@@ -282,7 +291,7 @@ def ask(run_dir: Path, words: list[str], why: str, is_alive: Callable[[], bool],
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: no run is training there") from None
     except PermissionError:
-        raise ConfigError(f"{run_dir}: its run belongs to another user, who alone may resize it") from None
+        raise of_another_user(run_dir) from None
     deadline = time.monotonic() + timeout
     while not answer.exists():
         if not is_alive() and not answer.exists():

@@ -259,7 +259,11 @@ class Processes:
         """
         with tempfile.TemporaryDirectory(prefix="kdist-") as folder:
             file = Path(folder) / "request"
-            file.write_bytes(request)
+            try:
+                file.write_bytes(request)
+            except OSError as error:
+                why = f"the training cannot be written there for the workers: {error.strerror or error}"
+                raise ClusterError(f"{folder}: {why}") from error
             self._launch(file, [log_path(log_dir, Task("worker", i)) for i in range(self._number)])
             facts: Facts = self._result()
         for child in self._children:

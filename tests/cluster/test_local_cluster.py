@@ -1,6 +1,7 @@
 """Tasks start, answer, and end with their chief."""
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -17,8 +18,9 @@ from helpers import catches, descendants, ignores, in_short, tasks_running, wait
 
 from kdist.cluster.local import LocalCluster, share_of_machine
 from kdist.cluster.processes import forkserver
+from kdist.cluster.processes.child import Child
 from kdist.cluster.processes.forkserver import share_fork_server
-from kdist.cluster.spec import ClusterShape, Task
+from kdist.cluster.spec import ClusterShape, ClusterSpec, Task
 from kdist.config.schema import ClusterConfig
 from kdist.errors import ClusterError
 
@@ -241,6 +243,27 @@ def test_a_cluster_needs_nothing_that_was_prepared_and_killed(tmp_path: Path) ->
         with running(ClusterShape(1, 1), tmp_path) as cluster:
             assert cluster.lost_tasks() == {}
     assert running_since(earlier) == []
+
+
+def test_nothing_is_left_of_tasks_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = LocalCluster._launch
+
+    def fails_for_the_second(self: LocalCluster, task: Task, spec: ClusterSpec) -> Child:
+        if task == Task("worker", 2):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return launch(self, task, spec)
+
+    with running(ClusterShape(0, 1), tmp_path) as cluster:
+        before = cluster.spec, cluster.pids
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalCluster, "_launch", fails_for_the_second)
+            with pytest.raises(OSError, match="No space left"):
+                cluster.begin_to_add(0, 2)
+        assert (cluster.spec, cluster.pids) == before
+        joining = cluster.begin_to_add(0, 2)
+        wait_until(lambda: cluster.are_ready(joining), 30, "they serve")
+        cluster.admit(joining)
+        assert [str(task) for task in cluster.spec.tasks] == ["worker:0", "worker:1", "worker:2"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds tasks")

@@ -66,6 +66,13 @@ def test_every_line_of_a_run_is_an_object(run_dir: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr().out == "text again\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_log_on_a_full_disk_does_not_hide_how_the_run_ends() -> None:
+    with pytest.raises(ConfigError, match="as it was"), log.file_log(Path("/dev/full")):  # noqa: PT012
+        log.record(log.Line("a line"), logging.INFO)
+        raise ConfigError("as it was")
+
+
 def test_the_logger_and_the_file_have_what_is_printed(
     run_dir: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

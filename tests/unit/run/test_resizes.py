@@ -1,12 +1,17 @@
 """Requests to resize a run: who may ask, in which order they are made, and what becomes of them."""
 
+import errno
+import os
+import tempfile
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kdist.cli import resize
 from kdist.cluster.spec import ClusterChange, ClusterShape, Task
 from kdist.errors import ClusterError, ConfigError, ResizeError
 from kdist.run.resizes import Resize, Resizer, ResizeRequests, ask
@@ -101,6 +106,25 @@ def test_a_change_that_fails_or_is_late_is_cancelled_and_the_next_one_is_made() 
     assert made.result().after == "1ps3w"
 
 
+def test_a_disk_that_is_full_ends_the_change_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, full = Run(), OSError(errno.ENOSPC, "No space left on device", "/runs/logs/worker-2.log")
+    run.strategy.error = full  # type: ignore[assignment]
+    later = run.ask("workers=3")
+    with pytest.warns(UserWarning, match="No space left on device: '/runs/logs/worker-2.log'; training continues on"):
+        run.step()
+
+    def begin(_: ClusterChange) -> PendingResize:
+        raise full
+
+    monkeypatch.setattr(run.strategy, "begin_resize", begin)
+    at_once = run.ask("workers=3")
+    run.step()
+
+    for outcome in (later, at_once):
+        assert isinstance(outcome.exception(), ResizeError)
+        assert str(outcome.exception()).startswith("workers=3: [Errno 28] No space left on device")
+
+
 def test_fewer_workers_than_the_least_are_refused_but_one_that_is_told_to_leave_leaves() -> None:
     run = Run(min_workers=2)
     refused = run.ask("workers=1")
@@ -169,6 +193,27 @@ def test_another_process_asks_by_a_file_that_only_this_user_can_write(tmp_path: 
     assert not (tmp_path / ".resize").exists()
     ended = run.ask("workers=3")
     assert str(ended.exception()) == "the run has ended, and cannot be resized"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_told_whose_run_it_is(tmp_path: Path) -> None:
+    # Those of pytest are closed to others.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        run_dir, said = Path(folder) / "run", Path(folder) / "said"
+        run_dir.mkdir(0o700)
+        said.touch()
+        said.chmod(0o666)
+        if not (pid := os.fork()):
+            os.setuid(65534)
+            with suppress(BaseException):
+                try:
+                    resize.run([str(run_dir), "workers=3"])
+                except ConfigError as error:
+                    said.write_text(str(error))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert said.read_text() == f"{run_dir}: its run belongs to another user, who alone may resize it"
 
 
 def test_a_request_that_is_still_being_written_waits(tmp_path: Path) -> None:
