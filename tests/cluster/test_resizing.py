@@ -429,11 +429,21 @@ def test_a_resumed_run_reads_the_rest_of_the_epoch_once(cluster: str, run_dir: P
         return trainer
 
     class Stops(Hook):
+        """Ends the run after the change, long before the end of the data."""
+
         def after_run(self, context: RunContext, values: RunValues) -> None:
-            if values.global_step >= 170:
+            if not resizes.done:
+                # Few steps, while a worker starts.
+                threading.Event().wait(0.2)
+            elif values.global_step >= 150:
                 context.request_stop("the test")
 
-    fit(4, [Resizes([{"workers": 3}], every=10), Stops()])
+        def due_in(self, step: int) -> int | None:
+            return 150 - step if resizes.done and step < 150 else 1
+
+    resizes = Resizes([{"workers": 3}], every=10)
+    fit(4, [resizes, Stops()])
+    assert result_of(run_dir)["stopped_by"] == "the test"
     checkpoints = Checkpoints(run_dir / "checkpoints")
     state = json.loads(checkpoints.data_state(result_of(run_dir)["global_step"]) or "{}")
     assert state["found"][0] == 2
