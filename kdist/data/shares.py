@@ -241,15 +241,9 @@ class DealtShares(ShareQueue):
     while others read the last ones of this epoch. Args: as of `ShareQueue`.
     """
 
-    def __init__(
-        self,
-        end_of: Callable[[int, int], int],
-        num_shares: int,
-        begins: Sequence[int],
-        batches_at: Callable[[int], int] = lambda _: 0,
-    ) -> None:
-        super().__init__(end_of, num_shares, begins, batches_at)
-        self._num_replicas = num_shares
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_replicas = self._num_shares
         #: The ranges that each replica is to read, and the number of batches that it was dealt so far.
         self._dealt: dict[int, deque[Split]] = defaultdict(deque)
         self._num_dealt: Counter[int] = Counter()
