@@ -7,6 +7,7 @@ with TrainSession(make_strategy, spec, hooks, ...) as session:
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ _CALLER = "the caller"
 # A run takes at most this long, for hooks that act by the clock.
 _LONGEST_SECS = 1.0
 _FIRST_STEPS = 16
+_REMEMBERED_SECS = 5.0
 #: Seconds between two looks for workers, when there are too few.
 _LOOK_SECS = 0.2
 _GROWTH = 4
@@ -330,7 +332,8 @@ class TrainSession:
         context = RunContext(self, step, num_steps)
         for hook in self.hooks:
             hook.before_run(context)
-        may_begin = self._run_length.fewest((hook.idle_in(step) for hook in self.hooks), after=num_steps)
+        busy = max(num_steps, self.strategy.steps_in_flight)
+        may_begin = self._run_length.fewest((hook.idle_in(step) for hook in self.hooks), after=busy)
         return self._run_in(context, max(num_steps, may_begin))
 
     def _run_in(self, context: RunContext, may_begin: int) -> RunValues | None:
@@ -551,6 +554,8 @@ class RunLength:
 
     def __init__(self) -> None:
         self._longest = _FIRST_STEPS
+        #: Steps and seconds of the last runs; those of earlier ones count less and less.
+        self._steps = self._seconds = 0.0
 
     def fewest(self, steps: Iterable[int | None], *, after: int = 0) -> int:
         """The fewest steps that all hooks allow, None being any number, and at most a run's length after `after`."""
@@ -558,7 +563,12 @@ class RunLength:
 
     def observe(self, values: RunValues) -> None:
         """Learns from a run how long its steps take."""
-        if not values.warming_up and values.seconds > 0:
-            in_time = max(1, int(values.num_steps / values.seconds * _LONGEST_SECS))
-            # Steps may have been done before they were requested: a single run says little.
-            self._longest = min(in_time, _GROWTH * self._longest)
+        if values.warming_up or values.seconds <= 0:
+            return
+        # A single run says little: its steps may have been done before they were requested, and those of hundreds of
+        # workers that began together end together.
+        weight = math.exp(-values.seconds / _REMEMBERED_SECS)
+        self._steps = weight * self._steps + values.num_steps
+        self._seconds = weight * self._seconds + values.seconds
+        in_time = max(1, int(self._steps / self._seconds * _LONGEST_SECS))
+        self._longest = min(in_time, _GROWTH * self._longest)

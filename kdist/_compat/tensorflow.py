@@ -156,6 +156,16 @@ def outside_of_functions() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
+def argument_for_task(value: Any, dtype: tf.DType | None = None) -> tf.Tensor:
+    """A constant on the CPU of this process, whatever the device of the caller is, as an argument of a function.
+
+    TensorFlow sends it together with the call. Made on the device of another task, a constant is sent by itself, and no
+    other thread of this process runs Python in the meantime.
+    """
+    with tf.device(None), tf.device("CPU:0"):
+        return tf.constant(value, dtype)
+
+
 def copy_for_tasks(tensor: tf.Tensor) -> tf.Tensor:
     """The same value, on the device where it is; the memory is shared.
 

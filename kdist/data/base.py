@@ -14,7 +14,13 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import allow_many_next, copy_for_tasks, forget_traced_functions, function_for_tasks
+from kdist._compat.tensorflow import (
+    allow_many_next,
+    argument_for_task,
+    copy_for_tasks,
+    forget_traced_functions,
+    function_for_tasks,
+)
 from kdist.config.schema import ClusterConfig
 from kdist.data.columns import WorkerArgument
 from kdist.data.splits import Passes, Splits
@@ -187,7 +193,7 @@ def make_dataset(
     """
     with tf.device("CPU:0"):
         places = data.place_of(worker_index, first_step, first_batch)
-        numbers = [tf.constant(number, tf.int64) for number in places]
+        numbers = [argument_for_task(number, tf.int64) for number in places]
         return call_with(make, *numbers, *data.arguments(worker_index, num_workers))
 
 

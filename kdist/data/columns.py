@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.tensorflow import UninitializedVariable
+from kdist._compat.tensorflow import UninitializedVariable, argument_for_task
 from kdist.errors import ConfigError
 
 #: An argument of a function for a worker: a tensor, or a function that sends a share to the device of its caller.
@@ -89,12 +89,12 @@ class Column:
     def send(self, rows: np.ndarray | slice, max_rows: int) -> list[tf.Tensor | tf.Variable]:
         """Sends a share to the device of the caller. Its variable must be kept until it is read."""
         if not self.is_large(max_rows):
-            return [tf.constant(self.values[rows], self.dtype)]
+            return [argument_for_task(self.values[rows], self.dtype)]
         variable = self._reserve_variable(len(self._numbers(rows)))
         start = 0
         for chunk in self._chunks(rows):
             # As an argument of a function a tensor travels several times faster than by itself.
-            self.fill(variable.handle, tf.constant(start), tf.constant(chunk, self.dtype))
+            self.fill(variable.handle, argument_for_task(start), argument_for_task(chunk, self.dtype))
             start += len(chunk)
         return [variable]
 
@@ -137,7 +137,7 @@ class Column:
 
     def _reserve_variable(self, num_rows: int) -> tf.Variable:
         variable = UninitializedVariable(trainable=False, shape=self._spec.shape, dtype=self.dtype)
-        self.reserve(variable.handle, tf.constant(num_rows))
+        self.reserve(variable.handle, argument_for_task(num_rows))
         return variable
 
     def _numbers(self, rows: np.ndarray | slice) -> np.ndarray | range:

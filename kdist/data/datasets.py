@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import argument_for_task
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import WorkerArgument
 from kdist.data.serialization import dataset_graph, dataset_of_graph, uses_libraries
@@ -69,7 +70,7 @@ class DatasetPasses(DatasetData):
         split = self.splits.assign(worker_index)
         # A resumed run may have another number of parts for its next pass.
         _, part, _, num_parts = split.name.split()
-        return [self._graph, *(tf.constant(n, tf.int64) for n in (int(part) - 1, int(num_parts), split.num_read))]
+        return [self._graph, *(argument_for_task(n, tf.int64) for n in (int(part) - 1, int(num_parts), split.num_read))]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         graph, part, num_parts, num_read = arguments

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
+from kdist._compat.tensorflow import argument_for_task
 from kdist.data.columns import ArrivedShare, Column, Hdf5Rows, as_array
 
 #: Rows are gathered from units of at most this size: the system maps a file at a page, whatever comes before the rows.
@@ -169,7 +170,7 @@ class FileColumn(Column):
             row_numbers = tf.range(numbers.start, numbers.stop, dtype=tf.int64)
         else:
             size = self.chunk_bytes
-            parts = [tf.constant(numbers[i : i + size], tf.int64) for i in range(0, len(numbers), size)]
+            parts = [argument_for_task(numbers[i : i + size], tf.int64) for i in range(0, len(numbers), size)]
             row_numbers = tf.concat(parts, 0)
         return [self._reserve_variable(0), self._file.map(), row_numbers]
 

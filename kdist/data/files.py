@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist._compat.tensorflow import argument_for_task
 from kdist.config.checks import check_more_than_zero
 from kdist.config.suggestions import did_you_mean
 from kdist.data import parquet
@@ -442,7 +443,7 @@ class FileData(TrainingData):
         if self.splits is None:
             return []
         split = self.splits.assign(worker_index)
-        return [tf.constant([*self.splits.range_of(split), split.num_read], tf.int64)]
+        return [argument_for_task([*self.splits.range_of(split), split.num_read], tf.int64)]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         if arguments:

@@ -6,6 +6,7 @@ import abc
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import argument_for_task
 from kdist.data.base import DataContext, TrainingData
 from kdist.data.columns import WorkerArgument
 from kdist.data.python_readers import raised_by_reader
@@ -44,7 +45,7 @@ class SplitData(TrainingData):
 
     def arguments(self, worker_index: int, num_workers: int) -> list[WorkerArgument]:
         split = self.splits.assign(worker_index)
-        return [tf.constant(split.name), tf.constant(split.num_read, tf.int64)]
+        return [argument_for_task(split.name), argument_for_task(split.num_read, tf.int64)]
 
     def dataset(self, context: DataContext, *arguments: tf.Tensor) -> tf.data.Dataset:
         split, num_read = arguments

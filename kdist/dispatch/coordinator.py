@@ -11,7 +11,7 @@ import gc
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -90,49 +90,73 @@ class Calls:
 
     def __init__(self, workers: Collection[int]) -> None:
         self.connected = set(workers)
-        self._disabled: set[tuple[int, Disabled]] = set()
+        self._disabled: defaultdict[int, set[Disabled]] = defaultdict(set)
         self._shared: deque[Call] = deque()
         self._own: dict[int, deque[Call]] = {worker: deque() for worker in workers}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        #: The workers that wait for a call, in that order: of hundreds, a call is to wake one thread.
+        self._waiting: dict[int, threading.Condition] = {}
         self._is_stopped = False
         self._began: dict[int, float] = {}
 
     def put(self, call: Call, worker: int | None = None, *, first: bool = False) -> None:
-        with self._changed:
+        with self._lock:
             calls = self._shared if worker is None else self._own[worker]
             calls.appendleft(call) if first else calls.append(call)
-            self._changed.notify_all()
+            if worker is None:
+                self._wake_for_shared()
+            else:
+                self._wake(worker)
 
     def take(self, worker: int) -> Call | None:
         """Waits for the next call for a worker; None at the end."""
-        with self._changed:
+        changed = threading.Condition(self._lock)
+        with self._lock:
             self._began.pop(worker, None)
-            while not self._is_stopped:
-                if worker not in self._own:
-                    return None
-                if worker in self.available and (calls := self._own[worker] or self._shared):
+            while not self._is_stopped and worker in self._own:
+                if (call := self._next_for(worker)) is not None:
                     self._began[worker] = time.monotonic()
-                    return calls.popleft()
-                self._changed.wait()
+                    return call
+                # It may have been woken for a call and be disabled by now.
+                self._wake_for_shared()
+                self._waiting[worker] = changed
+                changed.wait()
         return None
+
+    def _next_for(self, worker: int) -> Call | None:
+        """The next call for a worker, if it may take one."""
+        calls = self._own[worker] or self._shared
+        return calls.popleft() if calls and self._is_available(worker) else None
+
+    def _wake(self, worker: int) -> None:
+        if changed := self._waiting.pop(worker, None):
+            changed.notify()
+
+    def _wake_for_shared(self) -> None:
+        """Wakes the worker that has waited longest, of those that may take calls, if a shared one is there."""
+        if self._shared and (worker := next(filter(self._is_available, self._waiting), None)) is not None:
+            self._wake(worker)
 
     @property
     def available(self) -> list[int]:
         """The workers that get calls."""
-        disabled = {worker for worker, _ in set(self._disabled)}
-        return [worker for worker in self._own if worker in self.connected and worker not in disabled]
+        with self._lock:
+            return [worker for worker in self._own if self._is_available(worker)]
+
+    def _is_available(self, worker: int) -> bool:
+        return worker in self.connected and not self._disabled.get(worker)
 
     def disable(self, worker: int, reason: Disabled) -> bool:
         """Gives a worker no more calls, until it is another process or `enable`; returns whether this is new."""
-        with self._changed:
-            is_new = (worker, reason) not in self._disabled
-            self._disabled.add((worker, reason))
+        with self._lock:
+            is_new = reason not in self._disabled[worker]
+            self._disabled[worker].add(reason)
         return is_new
 
     def enable(self, worker: int, reason: Disabled) -> None:
-        with self._changed:
-            self._disabled.discard((worker, reason))
-            self._changed.notify_all()
+        with self._lock:
+            self._disabled[worker].discard(reason)
+            self._wake(worker)
 
     def set_active(self, workers: Collection[int]) -> None:
         """From now on gives calls to these workers only; the others finish the calls that they have started."""
@@ -142,7 +166,7 @@ class Calls:
 
     def remove(self, worker: int) -> list[Call]:
         """Removes a worker; returns the calls that only it could have run."""
-        with self._changed:
+        with self._lock:
             self.connected.discard(worker)
             own = self._own.get(worker, deque())
             calls = list(own)
@@ -151,53 +175,54 @@ class Calls:
 
     def admit(self, worker: int) -> None:
         """Gives calls to a worker that has joined, or returned."""
-        with self._changed:
+        with self._lock:
             self._own.setdefault(worker, deque())
             self.connected.add(worker)
             # It is another process, whose data starts over.
-            self._disabled -= {(worker, Disabled.NO_DATA), (worker, Disabled.FAILED)}
-            self._changed.notify_all()
+            self._disabled[worker] -= {Disabled.NO_DATA, Disabled.FAILED}
+            self._wake(worker)
 
     def drop(self, worker: int) -> None:
         """Forgets a worker that has left and was removed; its thread ends."""
-        with self._changed:
+        with self._lock:
             self._own.pop(worker, None)
-            self._disabled = {(other, reason) for other, reason in self._disabled if other != worker}
-            self._changed.notify_all()
+            self._disabled.pop(worker, None)
+            self._wake(worker)
 
     def is_calling(self, worker: int) -> bool:
         """True while a worker runs a call."""
-        with self._changed:
+        with self._lock:
             return worker in self._began
 
     def stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            for worker in [*self._waiting]:
+                self._wake(worker)
         self.clear()
 
     def take_back(self) -> list[Call]:
         """Takes back the calls of `Coordinator.submit` that no worker has taken."""
-        with self._changed:
+        with self._lock:
             calls = list(self._shared)
             self._shared.clear()
         return calls
 
     def clear(self) -> None:
         """Drops the calls that no worker has taken."""
-        with self._changed:
+        with self._lock:
             self._shared.clear()
             for calls in self._own.values():
                 calls.clear()
 
     def longest_secs(self) -> float:
         """Seconds for which the longest present call has been running."""
-        with self._changed:
+        with self._lock:
             return time.monotonic() - min(self._began.values(), default=time.monotonic())
 
     def forget_time(self) -> None:
         """Measures the duration of the present calls from now on."""
-        with self._changed:
+        with self._lock:
             self._began = dict.fromkeys(self._began, time.monotonic())
 
 
@@ -421,12 +446,12 @@ class Coordinator:
         self._last_check = time.monotonic()
         if self._has_cancelled:
             return
-        serving = self._supervisor.check()
+        serving = {*self._supervisor.check()}
         for worker in self._workers:
             if worker not in serving and worker in self.calls.connected:
                 self._remove(worker)
         silent = {task.index for task in self._cluster.silent_tasks() if task.job == "worker"}
-        for worker in set(serving) - silent:
+        for worker in serving - silent:
             if worker not in self.calls.connected:
                 self._admit(worker)
             elif worker in self._away:

@@ -56,7 +56,7 @@ class Supervisor:
         if servers := {task: how for task, how in lost.items() if task.job == "ps"}:
             raise ClusterError(describe_lost(servers))
         workers = self.cluster.spec.of_job("worker")
-        serving = [task for task in workers if task not in lost and task not in starting]
+        serving = {task: None for task in workers if task not in lost and task not in starting}
         for task in workers:
             if task in lost:
                 self._start_again(task, lost[task])

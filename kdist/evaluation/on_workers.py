@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
 from kdist._compat.keras import call, global_seed, metrics_are_built
-from kdist._compat.tensorflow import function_for_tasks
+from kdist._compat.tensorflow import argument_for_task, function_for_tasks
 from kdist.data.base import call_with
 from kdist.data.batch_source import has_sparse_matrix
 from kdist.data.columns import WorkerArgument, arrived_shares, without_copies
@@ -102,7 +102,7 @@ def _shards_of_files(files: Files, batch_size: int, number: int) -> EvaluationSh
     return EvaluationShards(
         number,
         [tf.TensorSpec([2], tf.int64)],
-        lambda shard: [tf.constant([cuts[shard], cuts[shard + 1]], tf.int64)],
+        lambda shard: [argument_for_task([cuts[shard], cuts[shard + 1]], tf.int64)],
         # TensorFlow warns of an argument called `_`.
         lambda shard, cuts: files.read(cuts[0], cuts[1], batch_size),  # noqa: ARG005
     )
@@ -220,13 +220,13 @@ class _OnWorkers(abc.ABC):
 
     def place(self, functions: tuple[Any, Any], part: int) -> Any:
         """A shard's dataset, on the worker that this is called for."""
-        return call_with(functions[0], tf.constant(part, tf.int64), *self._shards.arguments(part))
+        return call_with(functions[0], argument_for_task(part, tf.int64), *self._shards.arguments(part))
 
     def run(self, functions: tuple[Any, Any], dataset: Any) -> Any:
         """The result of a shard, fetched from the worker that this is called for."""
         arguments = [dataset]
         if self.values is not None:
-            arguments.append([tf.constant(self.values[name], v.dtype) for name, v in self._names.items()])
+            arguments.append([argument_for_task(self.values[name], v.dtype) for name, v in self._names.items()])
         return tf.nest.map_structure(fetch, functions[1](*arguments))
 
     @abc.abstractmethod

@@ -297,6 +297,11 @@ class Strategy(abc.ABC):
             Logs of `num_steps` steps; if interrupted, of all steps that were started, or None if there are none.
         """
 
+    @property
+    def steps_in_flight(self) -> int:
+        """The number of steps that may be in flight, so that no worker waits for the next one."""
+        return 1
+
     @abc.abstractmethod
     def drain(self) -> int:
         """Waits until nothing is in flight; returns the number of finished steps that no `run` has returned yet."""

@@ -156,7 +156,7 @@ class ParameterServer(ServersStrategy):
                 self._has_more_to_read()
             elif self._idle and not coordinator.calls.available:
                 return self._in_flight_logs()
-        while self._in_flight.total() < _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers and not interrupted():
+        while self._in_flight.total() < self._most_calls and not interrupted():
             may_begin_more = may_begin - self._num_in_flight
             if may_begin_more <= 0:
                 break
@@ -164,6 +164,14 @@ class ParameterServer(ServersStrategy):
             coordinator.submit(self._call_of(size), tag=size)
             self._in_flight[size] += 1
         return self._in_flight_logs()
+
+    @property
+    def _most_calls(self) -> int:
+        return _CALLS_IN_FLIGHT_PER_WORKER * self._shape.num_workers
+
+    @property
+    def steps_in_flight(self) -> int:
+        return self._most_calls * self._sizer.steps_per_call
 
     def set_active(self, workers: Collection[int]) -> None:
         self._running().calls.set_active(workers)

@@ -334,6 +334,39 @@ def test_hooks_by_the_clock_are_called_about_every_second() -> None:
     assert max(strategy.runs[1:]) <= 10
 
 
+def test_runs_stay_as_long_when_steps_end_together() -> None:
+    """As those of hundreds of workers that began together do: a run of one step may take as long as one of many."""
+
+    class InBursts(CountingStrategy):
+        def run(self, num_steps: int, *others: Any) -> Any:
+            is_first_of_burst = self.step // 200 != (self.step + num_steps) // 200
+            clock.now += 2.0 if is_first_of_burst else 0.01
+            return super().run(num_steps, *others)
+
+    clock = FakeClock()
+    strategy = InBursts()
+    # Every tenth step comes alone, as at the end of an epoch.
+    run_all(make_session([StepCounter(every_steps=11), StopAtStep(last_step=4000)], strategy, clock=clock))
+    assert min(strategy.runs[-100:-1]) >= 7
+
+
+def test_as_many_steps_may_begin_as_all_workers_need() -> None:
+    class OfManyWorkers(CountingStrategy):
+        steps_in_flight = 512
+
+        def run(self, num_steps: int, interrupted: Any, may_begin: int | None = None) -> Any:
+            begun.append((self.step, may_begin))
+            return super().run(num_steps, interrupted, may_begin)
+
+    clock = FakeClock()
+    begun: list[tuple[int, int | None]] = []
+    # Far fewer of their steps end in a second.
+    hooks = [LoggingTensor(every_steps=10), CheckpointSaver(every_steps=1000), StopAtStep(last_step=2000)]
+    run_all(make_session(hooks, OfManyWorkers(clock, secs_per_step=0.5), clock=clock))
+    assert all(may_begin == 1000 - step % 1000 or (may_begin or 0) >= 512 for step, may_begin in begun)
+    assert max(may_begin or 0 for _, may_begin in begun) < 600
+
+
 @pytest.mark.parametrize(
     "make",
     [

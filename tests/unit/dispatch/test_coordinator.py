@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kdist.dispatch.coordinator import Calls, Disabled
+import queue
+import threading
+
+from kdist.dispatch.coordinator import Call, Calls, Disabled
 
 
 def test_a_worker_gets_calls_when_no_reason_against_it_is_left() -> None:
@@ -42,3 +45,64 @@ def test_a_worker_that_starts_later_does_so_if_it_is_another_process_by_then() -
     assert calls.available == [0]
     calls.set_active([0, 1])
     assert calls.available == [0, 1]
+
+
+class _CountedLooks(Calls):
+    """Counts how often a worker looks for a call, and tells when all of them wait."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(range(num_workers))
+        self.num_looks = 0
+        self.looked = threading.Semaphore(0)
+
+    def _next_for(self, worker: int) -> Call | None:
+        self.num_looks += 1
+        self.looked.release()
+        return super()._next_for(worker)
+
+
+def test_a_call_wakes_one_worker() -> None:
+    calls, taken = _CountedLooks(20), queue.SimpleQueue[int]()
+
+    def work(worker: int) -> None:
+        while calls.take(worker):
+            taken.put(worker)
+
+    threads = [threading.Thread(target=work, args=[worker], daemon=True) for worker in range(20)]
+    for thread in threads:
+        thread.start()
+        calls.looked.acquire(timeout=10)
+    by = []
+    for _ in range(40):
+        calls.put(Call(lambda worker: worker, None, is_shared=True))
+        by.append(taken.get(timeout=10))
+        # That which has taken it looks for the next one.
+        for _ in range(2):
+            calls.looked.acquire(timeout=10)
+    # As many have looked as at the beginning, and two for each call; the one that waits longest is the next.
+    assert calls.num_looks == 20 + 2 * 40
+    assert by == [*range(20)] * 2
+    calls.put(Call(lambda worker: worker, None, is_shared=False), worker=7)
+    assert taken.get(timeout=10) == 7
+    calls.stop()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_worker_that_is_disabled_when_it_wakes_leaves_the_call_to_another_one() -> None:
+    calls = _CountedLooks(2)
+    taken = queue.SimpleQueue[int]()
+
+    def work(worker: int) -> None:
+        if calls.take(worker):
+            taken.put(worker)
+
+    for worker in range(2):
+        threading.Thread(target=work, args=[worker], daemon=True).start()
+        calls.looked.acquire(timeout=10)
+    # Nobody sees the call before the worker that it wakes is disabled.
+    with calls._lock:
+        calls.put(Call(lambda worker: worker, None, is_shared=True))
+        calls.disable(0, Disabled.FAILED)
+    assert taken.get(timeout=10) == 1
