@@ -60,7 +60,8 @@ class RunValues:
     @cached_property
     def gradient_counts(self) -> Mapping[int, GradientCounts]:
         """The fate of each worker's gradients, by worker index; empty without workers."""
-        return reduce(add_counts, self.steps.gradient_counts, {})
+        totals: dict[int, GradientCounts] = {}
+        return reduce(add_counts, self.steps.gradient_counts, totals)
 
 
 class RunStatistics:
@@ -80,7 +81,7 @@ class RunStatistics:
         self.applied += values.num_steps
         self.extra_steps += extra_steps
         self.num_examples += values.num_examples
-        self._gradient_counts = add_counts(self._gradient_counts, values.gradient_counts)
+        add_counts(self._gradient_counts, values.gradient_counts)
         self._staleness_sum += int(values.staleness.sum())
         self._staleness_max = max(self._staleness_max, int(values.staleness.max(initial=0)))
         if not values.warming_up:
@@ -95,7 +96,7 @@ class RunStatistics:
             dropped=sum(counts.dropped for counts in self._gradient_counts.values()),
             staleness_mean=self._staleness_sum / self.applied if self.applied else 0.0,
             staleness_max=self._staleness_max,
-            by_worker={f"worker:{worker}": counts for worker, counts in self._gradient_counts.items()},
+            by_worker={f"worker:{worker}": counts for worker, counts in sorted(self._gradient_counts.items())},
         )
 
     @property

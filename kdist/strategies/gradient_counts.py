@@ -24,7 +24,8 @@ class GradientCounts:
         return GradientCounts(self.accepted + other.accepted, self.dropped + other.dropped, self.stale + other.stale)
 
 
-def add_counts(some: Mapping[int, GradientCounts], others: Mapping[int, GradientCounts]) -> dict[int, GradientCounts]:
-    """The sums, by worker index."""
-    none = GradientCounts()
-    return {worker: some.get(worker, none) + others.get(worker, none) for worker in sorted({*some, *others})}
+def add_counts(totals: dict[int, GradientCounts], more: Mapping[int, GradientCounts]) -> dict[int, GradientCounts]:
+    """Adds counts of some workers, by their indices, to totals; returns the totals."""
+    for worker, counts in more.items():
+        totals[worker] = totals[worker] + counts if worker in totals else counts
+    return totals

@@ -303,9 +303,9 @@ class SyncReplicas(ServersStrategy):
                 # It may be called again when it returns.
                 given[worker] -= begun_at == step
             elif begun_at < step:
-                counts = add_counts(counts, {worker: GradientCounts(dropped=1, stale=1)})
+                add_counts(counts, {worker: GradientCounts(dropped=1, stale=1)})
             else:
-                counts = add_counts(counts, {worker: GradientCounts(accepted=1)})
+                add_counts(counts, {worker: GradientCounts(accepted=1)})
                 accepted.append((worker, gradient))
             del finished, gradient
         if not accepted:
@@ -417,7 +417,7 @@ class SyncReplicas(ServersStrategy):
             finished = self._running().next_finished()
             del self._busy[finished.worker]
             if self._gradient_of(finished) is not None:
-                self._late = add_counts(self._late, {finished.worker: GradientCounts(dropped=1, stale=1)})
+                add_counts(self._late, {finished.worker: GradientCounts(dropped=1, stale=1)})
 
     def _has_more_to_read(self) -> None:
         if self._splits is not None:
