@@ -154,6 +154,8 @@ def _hook(number: int, rest_secs: float) -> Any:
             self.figures: Figures = {}
             self.stopped_at = 0.0
             self._num_steps = 0
+            #: The workers that have finished a step.
+            self._prepared: set[int] = set()
             #: When the session began, and when measuring did; the steps by then and the CPU time of this process.
             self._began = 0.0
             self._since: tuple[float, int, float] | None = None
@@ -168,9 +170,9 @@ def _hook(number: int, rest_secs: float) -> Any:
             now, session = time.monotonic(), context.session
             self._num_steps += values.num_steps
             if self._since is None:
-                # Each worker has prepared its step by then.
-                if self._num_steps >= 3 * number:
-                    self.figures["prepare_secs"] = round(now - self._began - 3 * rest_secs, 1)
+                self._prepared |= values.gradient_counts.keys()
+                if len(self._prepared) == number:
+                    self.figures["prepare_secs"] = round(now - self._began - rest_secs, 1)
                     self._since = now, self._num_steps, time.process_time()
             elif "steps_per_sec" not in self.figures:
                 if now - self._since[0] >= max(_MEASURED_SECS, 4 * rest_secs):

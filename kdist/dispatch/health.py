@@ -56,11 +56,11 @@ class Supervisor:
         if servers := {task: how for task, how in lost.items() if task.job == "ps"}:
             raise ClusterError(describe_lost(servers))
         workers = self.cluster.spec.of_job("worker")
-        serving = {task: None for task in workers if task not in lost and task not in starting}
+        serving = [task for task in workers if task not in lost and task not in starting]
         for task in workers:
             if task in lost:
                 self._start_again(task, lost[task])
-            elif task in serving and task in self._lost_since:
+            elif task in self._lost_since and task not in starting:
                 self._is_back(task)
         if workers and self._given_up.issuperset(workers):
             raise ClusterError("no worker is left: " + describe_lost(lost))
