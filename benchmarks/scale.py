@@ -1,4 +1,4 @@
-"""One chief and hundreds of workers, by simulation: `python -m benchmarks.scale`, about 15 minutes.
+"""One chief and hundreds of workers, by simulation: `python -m benchmarks.scale`, about 12 minutes.
 
 TensorFlow servers of many tasks run in a few processes, and a step rests instead of computing, so that the chief is
 what limits. For each number of workers and servers: seconds to connect, and until every worker has prepared its step;

@@ -23,7 +23,8 @@ from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
-from kdist.dispatch.coordinator import Disabled, Finished
+from kdist.dispatch.call_queue import Disabled
+from kdist.dispatch.coordinator import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import PendingResize, TrainingSpec
@@ -191,7 +192,14 @@ class ParameterServer(ServersStrategy):
         smaller = range(1, size) if self._splits is not None else ()
         sizes = {n: self._calls.function(n) for n in smaller if n == 1 or self._calls.traced(n)}
         calls = {n: partial(_fetched, function) for n, function in (sizes | {size: several}).items()}
-        return lambda worker: self._iterators.read_steps(worker, self._splits, calls)
+
+        def call(worker: int) -> np.ndarray:
+            if self._running().interrupted():
+                # The time that a signal leaves is for the calls that had begun.
+                raise NothingToRead
+            return self._iterators.read_steps(worker, self._splits, calls)
+
+        return call
 
     def _begins_at(self, worker: int) -> int:
         if self._splits is not None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import loopback_bytes, result_of, tags_of, toy_data
+from helpers import delayed, loopback_bytes, result_of, tags_of, toy_data
 
 import kdist
 from kdist.cluster.local import LocalCluster
@@ -479,3 +480,31 @@ def test_a_last_save_may_take_most_of_the_time_that_a_signal_leaves(
     trainer.fit(*toy_data(), batch_size=8, steps=100_000, verbose=0)
     assert trainer.result.status == "preempted"
     assert Checkpoints(run_dir / "checkpoints").newest() == run_dir / f"checkpoints/ckpt-{trainer.result.global_step}"
+
+
+def test_at_a_signal_a_call_that_only_waits_does_not_begin(tmp_path: Path) -> None:
+    """One waits for each worker, so that it need not wait for the chief."""
+    step_secs = 1.0
+
+    class Interrupts(Hook):
+        step = 0
+
+        def after_run(self, context: Any, values: Any) -> None:
+            # What its dataset has prefetched is read by then.
+            if values.global_step >= 5 and not self.step:
+                self.step = values.global_step
+                # Then a call runs, and another one waits.
+                threading.Timer(step_secs / 3, context.session.interrupt, ["a signal"]).start()
+
+        def due_in(self, step: int) -> int:
+            # Until then, a run has one step; that one has others as well.
+            return 1 if step < 5 else 100
+
+    def slow(_context: Any) -> Any:
+        return delayed(tf.data.Dataset.from_tensors(toy_data(8)).repeat(), step_secs)
+
+    interrupts = Interrupts()
+    trainer = kdist.Trainer(models.mlp, "1ps1w", run_dir=tmp_path, hooks=[interrupts], steps_per_call=1)
+    with trainer.session(slow, steps=1000) as session:
+        run_to_the_end(session)
+    assert session.global_step == interrupts.step + 1

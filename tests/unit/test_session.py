@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
-from fakes import CountingStrategy, FakeCheckpoints, FakeClock, Recorder, make_session, run_all
+from fakes import CountingStrategy, FakeCheckpoints, FakeClock, FakeTotals, Recorder, make_session, run_all
 
 from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.hooks import CheckpointSaver, Hook, LoggingTensor, NanTensor, StepCounter, StopAtStep, SummarySaver
 from kdist.hooks.base import RunContext, RunValues
+from kdist.session import RunLength
+from kdist.strategies.calls import StepLogs
 
 
 def test_hooks_are_called_in_the_order_of_the_contract() -> None:
@@ -334,20 +337,15 @@ def test_hooks_by_the_clock_are_called_about_every_second() -> None:
     assert max(strategy.runs[1:]) <= 10
 
 
-def test_runs_stay_as_long_when_steps_end_together() -> None:
+def test_a_run_is_about_a_second_also_if_steps_end_together() -> None:
     """As those of hundreds of workers that began together do: a run of one step may take as long as one of many."""
-
-    class InBursts(CountingStrategy):
-        def run(self, num_steps: int, *others: Any) -> Any:
-            is_first_of_burst = self.step // 200 != (self.step + num_steps) // 200
-            clock.now += 2.0 if is_first_of_burst else 0.01
-            return super().run(num_steps, *others)
-
-    clock = FakeClock()
-    strategy = InBursts()
-    # Every tenth step comes alone, as at the end of an epoch.
-    run_all(make_session([StepCounter(every_steps=11), StopAtStep(last_step=4000)], strategy, clock=clock))
-    assert min(strategy.runs[-100:-1]) >= 7
+    length = RunLength()
+    for _ in range(10):
+        for num_steps, secs in ((199, 0.01), (1, 1.99)):
+            logs = StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals((0.0,)))
+            length.observe(RunValues(0, num_steps, secs, warming_up=False, steps=logs))
+    # They make 100 a second.
+    assert 50 <= length.fewest([]) <= 200
 
 
 def test_as_many_steps_may_begin_as_all_workers_need() -> None:

@@ -98,11 +98,12 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     # A thread that looks for work for a while before it sleeps takes the core away from the other tasks of this
     # machine.
     config.experimental.disable_thread_spinning = options.cores is not None
-    if options.intra_op_threads:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if options.intra_op_threads and sum(map(len, options.jobs.values())) >= num_cores:
         # TensorFlow runs what the chief sends in a pool with a thread for each core that this process may use when the
-        # chief connects. A task that joins takes some of these cores; with as many threads as before on the others,
-        # each step takes a tenth longer.
-        os.environ.setdefault("TF_NUM_INTEROP_THREADS", str(max(1, options.intra_op_threads // 2)))
+        # chief connects. Here no task has a core to itself; and a task that joins takes one from the others, which then
+        # need a tenth longer for each step if they have more threads than cores.
+        os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
     sockets.bind_to(options.bind)
     os.environ.update(_NO_PROXY)
     server, port = _start_server(options.jobs, Task(options.job, options.index), config)

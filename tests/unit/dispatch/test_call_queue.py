@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 
-from kdist.dispatch.coordinator import Call, Calls, Disabled
+import pytest
+
+from kdist.dispatch.call_queue import Call, Calls, Disabled
 
 
 def test_a_worker_gets_calls_when_no_reason_against_it_is_left() -> None:
@@ -90,7 +92,8 @@ def test_a_call_wakes_one_worker() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_worker_that_is_disabled_when_it_wakes_leaves_the_call_to_another_one() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_worker_that_may_not_take_the_call_it_woke_for_leaves_it_to_another_one(leaves: bool) -> None:
     calls = _CountedLooks(2)
     taken = queue.SimpleQueue[int]()
 
@@ -101,8 +104,12 @@ def test_a_worker_that_is_disabled_when_it_wakes_leaves_the_call_to_another_one(
     for worker in range(2):
         threading.Thread(target=work, args=[worker], daemon=True).start()
         calls.looked.acquire(timeout=10)
-    # Nobody sees the call before the worker that it wakes is disabled.
+    # Nobody sees the call before that happens to the worker that it wakes.
     with calls._lock:
         calls.put(Call(lambda worker: worker, None, is_shared=True))
-        calls.disable(0, Disabled.FAILED)
+        if leaves:
+            calls.remove(0)
+            calls.drop(0)
+        else:
+            calls.disable(0, Disabled.FAILED)
     assert taken.get(timeout=10) == 1
