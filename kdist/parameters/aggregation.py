@@ -122,7 +122,7 @@ def weighted(store: ParameterStore, output: ReplicaOutput, pulled: Pulled) -> Bl
         state = gradients
     changes = store.updates_of(replace(output, gradients=[scale(g, gradients) for g in output.gradients]), pulled)
     changes |= {key: scale(changes[key], state) for key in changes if _is_mean_of_state(store, key, changes[key])}
-    for server in range(len(store.devices)):
+    for server in store.servers:
         if gradients is not None:
             changes[Weight(server)] = gradients
         if state is not None and state is not gradients:
@@ -160,7 +160,8 @@ def finished(store: ParameterStore, means: BlockUpdates, num_replicas: int, phas
 def _unweighted(store: ParameterStore, means: BlockUpdates, num_replicas: int) -> BlockUpdates:
     weights = {key: means[key] for key in means if isinstance(key, Weight)}
     changes = {key: mean for key, mean in means.items() if key not in weights}
-    for server, device in enumerate(store.devices):
+    for server in store.servers:
+        device = store.devices[server]
         with tf.device(device or None):
             factors = {
                 key.of_state: tf.math.divide_no_nan(1.0, weights[key]) for key in weights if key.server == server

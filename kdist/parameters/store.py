@@ -70,6 +70,7 @@ class ParameterStore:
         values: all stored values by name, for checkpoints and models, except rows of dynamic tables.
         dynamic: the rows of dynamic tables.
         files: saves and restores them.
+        servers: those that take part in updates: the first one, and all that have values.
         counters: of the updates.
     """
 
@@ -92,14 +93,17 @@ class ParameterStore:
         self._originals = model_variables.all
         self._num_trainable = len(model_variables.parameters)
         self._tables = {table for group in model_variables.table_groups for table in group.tables}
-        step = int(step_counter(updates.groups[0].optimizer).numpy())
-        self.counters = UpdateCounters(self.devices, step, updates.num_phases)
         self._shards_of: dict[int, list[int]] = defaultdict(list)
         for i, shard in enumerate(plan.shards):
             self._shards_of[shard.variable].append(i)
         # Few tensors travel.
         flat = {"flat_parameters": self._has_several_writers, "flat_state": self.is_remote}
         self.blocks = blocks = Blocks(model_variables, plan.shards, updates, **flat)
+        # A step need not visit a server that has nothing of the model, which small models leave most of them.
+        self.servers = sorted({0, *(block.server for block in blocks)})
+        used = {server: self.devices[server] for server in self.servers}
+        step = int(step_counter(updates.groups[0].optimizer).numpy())
+        self.counters = UpdateCounters(used, step, updates.num_phases)
         self._variables = [blocks.make_variable(b, self.devices[block.server]) for b, block in enumerate(blocks)]
         # The present interval between saves, see `kdist.parameters.tables.changed_rows`.
         intervals = on_each(self.devices, 1, tf.int32) if marks_changes else []
@@ -116,7 +120,7 @@ class ParameterStore:
             updates, blocks, self._variables, tables, names, self.devices, is_shared=self.is_remote
         )
         scaling = model_variables.loss_scaling
-        self._loss_scale = None if scaling is None else ServerLossScale(scaling, self.devices)
+        self._loss_scale = None if scaling is None else ServerLossScale(scaling, used)
         groups = [
             ([names[i] for i in group.tables], [tables[b] for b in blocks.of_tables(group)])
             for group in blocks.table_groups
@@ -142,7 +146,7 @@ class ParameterStore:
             if not self.blocks[self.blocks.of_shard[shards[0]]].is_dynamic
         }
         stored |= self._optimizers.stored
-        copies = {GLOBAL_STEP: list(self.counters.begun), **self._optimizers.copies}
+        copies = {GLOBAL_STEP: list(self.counters.begun.values()), **self._optimizers.copies}
         if self._loss_scale is not None:
             copies |= self._loss_scale.copies
         with tf.device(self.devices[0]):
@@ -310,7 +314,7 @@ class ParameterStore:
                 by_shard |= {i: tf.zeros(self.blocks.shape_of(i), dtype) for i in block.shards if i not in by_shard}
                 changes[b] = self.blocks.join(b, by_shard)
         if output.overflow is not None:
-            changes |= {Overflow(server): output.overflow for server in range(len(self.devices))}
+            changes |= {Overflow(server): output.overflow for server in self.servers}
         return changes
 
     def fuse(self, changes: BlockUpdates) -> list[Message]:
@@ -325,7 +329,7 @@ class ParameterStore:
 
     def apply(self, arrived: BlockUpdates, phase: int = 0) -> tf.Tensor:
         """Applies changes of a phase that have arrived at their servers; counts the step, and returns it, as `push`."""
-        step, *_ = [self._apply_on(server, arrived, phase) for server in range(len(self.devices))]
+        step, *_ = [self._apply_on(server, arrived, phase) for server in self.servers]
         return step
 
     def _arrived(self, gathered: Gathered) -> dict[int, tf.Tensor]:
@@ -385,31 +389,35 @@ class ParameterStore:
 class UpdateCounters:
     """The number of updates that each server has begun, and of phases that it has applied completely.
 
-    The first server's count is the global step. The other servers count the updates that they apply themselves, so that
-    none has to wait for another one before it applies what has arrived.
+    The first server's count is the global step. The other servers that have values count the updates that they apply
+    themselves, so that none has to wait for another one before it applies what has arrived.
+
+    Args:
+        devices: of the servers that take part in updates, by their numbers.
 
     Attributes:
         begun, applied: scalar int64 variables, by server. If `applied` lags behind, a task was lost in the middle.
     """
 
-    def __init__(self, devices: Sequence[str], step: int, num_phases: int) -> None:
+    def __init__(self, devices: Mapping[int, str], step: int, num_phases: int) -> None:
         self._num_phases = num_phases
-        self.begun = on_each(devices, step, tf.int64)
-        self.applied = on_each(devices, step * num_phases, tf.int64)
+        self.begun = dict(zip(devices, on_each(devices.values(), step, tf.int64)))
+        self.applied = dict(zip(devices, on_each(devices.values(), step * num_phases, tf.int64)))
 
     def global_step(self) -> int:
         return int(self.begun[0].numpy())
 
     def is_consistent(self) -> bool:
         """True if every update that a server has begun was applied completely by all of them."""
-        begun = {int(counter.numpy()) * self._num_phases for counter in self.begun}
-        return len(begun | {int(counter.numpy()) for counter in self.applied}) == 1
+        begun = {int(counter.numpy()) * self._num_phases for counter in self.begun.values()}
+        return len(begun | {int(counter.numpy()) for counter in self.applied.values()}) == 1
 
     def align(self) -> None:
         step = self.begun[0].read_value()
-        for counter in self.begun[1:]:
-            counter.assign(step)
-        for counter in self.applied:
+        for server, counter in self.begun.items():
+            if server:
+                counter.assign(step)
+        for counter in self.applied.values():
             counter.assign(step * self._num_phases)
 
 
@@ -422,16 +430,21 @@ class ServerLossScale:
 
     Args:
         optimizer: of the model, built: the scale begins as it is there.
+        devices: of the servers that take part in updates, by their numbers.
     """
 
-    def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer, devices: Sequence[str]) -> None:
+    def __init__(self, optimizer: keras.optimizers.LossScaleOptimizer, devices: Mapping[int, str]) -> None:
         self._growth_steps = optimizer.dynamic_growth_steps
         with tf.device(devices[0]):
             self._scale = tf.Variable(optimizer.dynamic_scale.numpy(), dtype=tf.float32, trainable=False)
             self._steps = tf.Variable(optimizer.step_counter.numpy(), dtype=tf.int32, trainable=False)
-        self._dropped = on_each(devices, 0, tf.int64)
+        self._dropped = dict(zip(devices, on_each(devices.values(), 0, tf.int64)))
         #: All variables, by their names in checkpoints.
-        self.copies = {DYNAMIC_SCALE: [self._scale], DYNAMIC_SCALE_STEPS: [self._steps], DROPPED_STEPS: self._dropped}
+        self.copies = {
+            DYNAMIC_SCALE: [self._scale],
+            DYNAMIC_SCALE_STEPS: [self._steps],
+            DROPPED_STEPS: list(self._dropped.values()),
+        }
 
     def read(self) -> tf.Tensor:
         """The scale, a float32 scalar on the first server."""
@@ -439,8 +452,9 @@ class ServerLossScale:
             return self._scale.read_value()
 
     def align(self) -> None:
-        for dropped in self._dropped[1:]:
-            dropped.assign(self._dropped[0].read_value())
+        for server, dropped in self._dropped.items():
+            if server:
+                dropped.assign(self._dropped[0].read_value())
 
     def apply(self, server: int, overflow: tf.Tensor, step: tf.Tensor, update: Callable[[tf.Tensor], None]) -> None:
         """Updates the variables of a server, unless the step has overflowed; traced on that server.

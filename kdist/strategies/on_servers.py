@@ -229,6 +229,8 @@ class ServersStrategy(StoreStrategy):
             devices = [task.device for task in servers]
             store = prepared.store(devices, plan, self._wire, watch, values_of=self._store)
             make_dataset = prepared.trace_dataset()
+            # A server on which nothing is placed was asked for nothing; it may be lost all the same.
+            self._running().examine()
         # Nothing has changed before that.
         self._prepared, self.plan, self._make_dataset = prepared, plan, make_dataset
         self._evaluations.clear()

@@ -200,6 +200,8 @@ def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
         models.mlp,
         cluster="2ps2w",
         strategy="sync_replicas",
+        # So that both servers take part.
+        placement="greedy",
         run_dir=run_dir,
         hooks=[CheckpointSaver(every_steps=10), KillOnce()],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tensorflow as tf
@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import UninitializedVariable
 
 
-def on_each(devices: Sequence[str], value: int, dtype: tf.DType) -> list[tf.Variable]:
+def on_each(devices: Iterable[str], value: int, dtype: tf.DType) -> list[tf.Variable]:
     """A scalar variable on each device."""
     variables = []
     for device in devices:

@@ -62,7 +62,15 @@ def test_an_update_that_is_applied_is_whole(store: ParameterStore) -> None:
         push(store)
     assert store.counters.global_step() == 3
     assert store.counters.is_consistent()
-    assert {int(counter.numpy()) for counter in [*store.counters.begun, *store.counters.applied]} == {3}
+    counters = [*store.counters.begun.values(), *store.counters.applied.values()]
+    assert {int(counter.numpy()) for counter in counters} == {3}
+
+
+def test_a_server_without_values_takes_no_part_in_updates(run_dir: Path) -> None:
+    store = make_store(run_dir, num_servers=4, build_model=one_variable)
+    push(store)
+    assert store.counters.global_step() == 1
+    assert store.servers == [*store.counters.begun] == [*store.counters.applied] == [0]
 
 
 def test_an_update_without_its_gradient_is_not_counted(run_dir: Path) -> None:
