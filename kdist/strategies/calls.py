@@ -37,6 +37,8 @@ _AUTO_MAX_STEPS = 64
 # has to be over well before the time ends that a signal leaves (`run.grace_secs`).
 _AUTO_PREPARE_SECS = 10.0
 _GROWTH = 4
+#: Single steps show how long they take in so many seconds.
+_AUTO_FIRST_SECS = 0.1
 
 
 @dataclass(frozen=True)
@@ -331,8 +333,9 @@ class CallSizer:
     With `auto` it starts with single steps and then takes four times as many at a time, so that few sizes are needed.
     It stops growing when calls would become long, or would take long to prepare, or when larger ones would not save the
     time that a new size costs: it has to be traced, and prepared by every worker. The overhead of a call follows from
-    the last two sizes. If the end of training is not known, it is assumed to last as long again as it has so far (as in
-    ski rental).
+    the last two sizes. It is measured for as long as a size took to prepare; single steps only for a moment, if there
+    are many of them left. If the end of training is not known, it is assumed to last as long again as it has so far (as
+    in ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
@@ -396,13 +399,22 @@ class CallSizer:
         self._trained_secs += secs
         self._trained_steps += num_steps
         # Steps may have finished before they were waited for: the duration of one is only known over a longer time.
-        if self._trained_steps and self._trained_secs >= self._cost_secs:
-            step_secs = self._trained_secs / self._trained_steps
+        if not self._trained_steps:
+            return
+        step_secs = self._trained_secs / self._trained_steps
+        if self._trained_secs >= self._cost_secs or self._is_only_beginning(step_secs):
             self._has_settled = not self._pays(_GROWTH * self._auto, step_secs)
             if not self._has_settled:
                 self._auto *= _GROWTH
                 self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
                 self._step_secs_before = step_secs
+
+    def _is_only_beginning(self, step_secs: float) -> bool:
+        """Tells whether single steps are known to be the smaller part of what is left to train."""
+        if self._last_step is None or self._step_secs_before is not None or self._trained_secs < _AUTO_FIRST_SECS:
+            return False
+        # Preparing calls of two more sizes costs about five times as much as preparing this one did.
+        return self._steps_left * step_secs >= (_GROWTH + _GROWTH**2) * self._cost_secs
 
     def _pays(self, larger: int, step_secs: float) -> bool:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""

@@ -43,6 +43,14 @@ def test_auto_leaves_single_steps_once_training_has_taken_as_long_as_tracing_did
     assert sizer.steps_per_call == 4
 
 
+@pytest.mark.parametrize(("last_step", "size"), [(None, 1), (500, 1), (5_000, 4)])
+def test_auto_leaves_single_steps_at_once_if_many_are_left(last_step: int | None, size: int) -> None:
+    sizer = CallSizer(None, num_workers=1, last_step=last_step)
+    sizer.observe(16, 1.0, warming_up=True)
+    trained(sizer, 0.1, rate=100)
+    assert sizer.steps_per_call == size
+
+
 def test_auto_keeps_calls_of_slow_models_short() -> None:
     sizer = CallSizer(None, num_workers=4)
     sizer.observe(1, 0.1, warming_up=True)
