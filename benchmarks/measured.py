@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Figures = dict[str, Any]
 
 
-def measured(module: str, *arguments: str, timeout: float = 900) -> Figures:
-    """Runs a measurement of a module, by its name and arguments, in another process; ends this one if it fails."""
-    command = [sys.executable, "-m", module, "--measure", *arguments]
+def measured(module: str, *arguments: str, timeout: float = 900, before: Sequence[str] = ()) -> Figures:
+    """Runs a measurement of a module, by its name and arguments, in another process; ends this one if it fails.
+
+    Args:
+        before: precedes the command, as `benchmarks.isolated.prefix` does.
+    """
+    command = [*before, sys.executable, "-m", module, "--measure", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)

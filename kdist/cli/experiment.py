@@ -214,8 +214,10 @@ def _train(
         _ = trainer.model
         data = data_arguments(config)
         if config.run.plan_only:
-            table = trainer.plan(data["x"], data.get("y"), config.train.batch_size).table()
-            log.say(log.Line(table.rstrip("\n"), "plan"))
+            plan = trainer.plan(data["x"], data.get("y"), config.train.batch_size)
+            log.say(log.Line(plan.table().rstrip("\n"), "plan"))
+            for line in lines.plan_lines(plan):
+                log.say(line)
             return
         trainer.fit_as_configured(**data)
     except BaseException as error:

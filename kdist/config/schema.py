@@ -342,7 +342,7 @@ class RunConfig:
     """Makes initial weights, shuffling and Dropout repeatable; at least 0. null: random."""
 
     plan_only: bool = False
-    """Prints which server would hold which variable, writes `placement.txt` and `.png`, and starts nothing."""
+    """Prints the server of each variable and their load, writes `placement.txt` and `.png`, and starts nothing."""
 
     log_device_placement: bool = False
     """Logs the device of each op, on the console and in `logs/chief-0.log`."""

@@ -13,6 +13,7 @@ from kdist.version import __version__
 
 if TYPE_CHECKING:
     from kdist.cluster.spec import Task
+    from kdist.parameters.placement.plan import PlacementPlan
     from kdist.strategies.gradient_counts import GradientCounts
 
 _MAX_ITEMS = 5
@@ -152,6 +153,42 @@ def member_lines(addresses: Mapping[Task, str], chief: str) -> list[Line]:
         _line("task", f"{task:<{width}}", address, *also.get(task, []), values={"task": task, "address": address})
         for task, address in named.items()
     ]
+
+
+def plan_lines(plan: PlacementPlan) -> list[Line]:
+    """Lines about the bytes that servers will hold, and that a step will move.
+
+    plan  | 1.20 TB on 48 servers, slots included | the fullest needs about 25.4 GB of memory
+    plan  | step of a worker | gets 12.4 MB, sends 13.1 MB at most | batch size 512
+    plan  | 64 workers | for 1 step/s of each, the busiest server sends 17.1 MB/s and gets 18.3 MB/s
+    """
+    held = f"{_size(sum(plan.bytes_by_server))} on {_several(plan.num_servers, 'server')}, slots included"
+    rows = ", rows of dynamic tables not counted" if any(variable.is_dynamic for variable in plan.variables) else ""
+    lines = [_line("plan", held + rows, f"the fullest needs about {_size(max(plan.memory_by_server))} of memory")]
+    try:
+        moved = plan.step_bytes()
+    except ValueError as error:
+        return [*lines, _line("plan", f"step of a worker | {error}")]
+    gets, sends = (sum(way) for way in zip(*moved))
+    most = " at most" if any(not variable.travels for variable in plan.variables) else ""
+    batch = [] if plan.batch_size is None else [f"batch size {plan.batch_size}"]
+    lines.append(_line("plan", "step of a worker", f"gets {_size(gets)}, sends {_size(sends)}{most}", *batch))
+    sent, received = (_size(plan.num_workers * rate) for rate in max(moved, key=sum))
+    busiest = f"for 1 step/s of each, the busiest server sends {sent}/s and gets {received}/s"
+    return [*lines, _line("plan", _several(plan.num_workers, "worker"), busiest)]
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def _size(num_bytes: float) -> str:
+    """`1.20 TB`, in powers of 1000, as networks and disks are."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} PB"
 
 
 def stays_line(num_bytes: int, limit: int) -> Line:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -135,11 +136,13 @@ class Lookup:
 
     Attributes:
         rows: `[n, ...]`, an input: the rows of these ids.
+        ids_per_example: their number, if all examples have equally many.
     """
 
     layer: keras.layers.Layer
     ids: tf.Tensor
     rows: tf.Tensor
+    ids_per_example: int | None = None
 
 
 class RowLookups:
@@ -184,14 +187,15 @@ class RowLookups:
     def _lookup_of(self, layer: keras.layers.Layer) -> Callable[..., Any]:
         original = getattr(layer, _lookup_method(layer))
 
-        def look_up(ids: tf.Tensor) -> tf.Tensor:
+        def look_up(ids: tf.Tensor, *, is_ragged: bool = False) -> tf.Tensor:
             number = self.first_phases.of(ids)
             table = table_of(layer)
             keys = layer.as_keys(ids) if isinstance(layer, DynamicEmbedding) else tf.cast(ids, tf.int64)
             flat_ids, row_shape = tf.reshape(keys, [-1]), table.shape[1:]
             rows = tf.compat.v1.placeholder(stored_dtype(table), [*flat_ids.shape, *row_shape])
             self.rounds += [[] for _ in range(number + 1 - len(self.rounds))]
-            self.rounds[number].append(Lookup(layer, flat_ids, rows))
+            of_example = None if is_ragged or ids.shape.rank is None else ids.shape[1:].num_elements()
+            self.rounds[number].append(Lookup(layer, flat_ids, rows, of_example))
             self.first_phases.arrive([rows], number + 1)
             if self._tape is not None:
                 self._tape.watch(rows)
@@ -212,7 +216,9 @@ class RowLookups:
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[id(layer)] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            return tf.ragged.map_flat_values(look_up, inputs)
+            if isinstance(inputs, tf.Tensor):
+                return look_up(inputs)
+            return tf.ragged.map_flat_values(partial(look_up, is_ragged=True), inputs)
 
         return call
 

@@ -111,12 +111,12 @@ class ReplicaStep:
         self.updates = self._find_updates()
         self.optimizer_reads = optimizer_reads(self.updates.groups, loss_scaling(model), scope.variables)
         self.loss_counts: list[LossCount] = [] if num_replicas == 1 else self._find_loss_counts()
-        with_gradient = self._find_dense_gradients()
+        self._with_gradient = self._find_dense_gradients()
         optimizer = main_optimizer(model)
         # Averages that overwrite a variable overwrite all of it.
         by_rows = is_elementwise(optimizer) and not optimizer.ema_overwrite_frequency
         row_wise = frozenset(i for i, layer in self.tables.items() if by_rows and isinstance(layer, PooledLookup))
-        self.table_groups = group_tables(self.tables, row_wise, self.updates, with_gradient)
+        self.table_groups = group_tables(self.tables, row_wise, self.updates, self._with_gradient)
         check_dynamic_layers(model, [self.tables[i] for i in self.row_wise], self.whole_tables)
         of_keras = {id(variable.value) for variable in (*model.variables, *scope.variables.values())}
         self.outside = [variable for variable in graph.variables if id(variable) not in of_keras]
@@ -133,6 +133,19 @@ class ReplicaStep:
     def dynamic(self) -> frozenset[int]:
         """The tables without a length, by index."""
         return frozenset(index for group in self.table_groups if group.dynamic for index in group.tables)
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """The variables that a step changes, by index: of `trainable`, then of `state`."""
+        outputs: StepOutputs = self._traced.outputs
+        new_state = outputs.state[: len(self.state)]
+        return self._with_gradient | {len(self.trainable) + i for i, new in enumerate(new_state) if new is not None}
+
+    def ids_per_example(self, table: int) -> int | None:
+        """The number of ids of an example that are looked up in a table; None if examples differ."""
+        layer, lookups = self.tables[table], self._found.lookups.rounds
+        found = [lookup.ids_per_example for of_round in lookups for lookup in of_round if lookup.layer is layer]
+        return None if None in found else sum(number or 0 for number in found)
 
     @property
     def is_self_contained(self) -> bool:
@@ -234,10 +247,11 @@ class ReplicaStep:
         return list(new_state[:number])
 
     @property
-    def _has_one_size(self) -> bool:
-        """True if all batches have the same number of examples."""
+    def batch_size(self) -> int | None:
+        """The number of examples of every batch; None if batches differ."""
         specs = (spec for spec in tf.nest.flatten(self.batch_spec) if not is_of_none(spec))
-        return next(specs).shape[0] is not None
+        size: int | None = next(specs).shape[0]
+        return size
 
     def _weight(self, num_examples: tf.Tensor | int, divisor: tf.Tensor | None = None) -> tf.Tensor | None:
         """The weight of a replica's gradient; None if replicas have equal weights, or their gradients add up."""
@@ -263,7 +277,7 @@ class ReplicaStep:
             # Keras weights them by examples only if their number is known.
             for term, metric in zip(terms.compiled, losses_of_outputs(self.model)):
                 if term is not Term.VALUES:
-                    counted.append(LossCount(metric, term is Term.SUM, int(self._has_one_size)))
+                    counted.append(LossCount(metric, term is Term.SUM, int(self.batch_size is not None)))
         return counted
 
     def _trace(self) -> None:
@@ -361,7 +375,7 @@ class ReplicaStep:
         return [i for i, term in enumerate(found.terms.all) if term is Term.UNKNOWN]
 
     def _of_replica(self, terms: LossTerms) -> LossTerms:
-        return terms.of_replica(self._num_replicas, has_same_size=self._has_one_size)
+        return terms.of_replica(self._num_replicas, has_same_size=self.batch_size is not None)
 
     def _find_updates(self) -> StepUpdates:
         loss = (self._terms or LossTerms()).together

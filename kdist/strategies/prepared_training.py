@@ -68,7 +68,9 @@ class PreparedTraining:
         Raises:
             ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
         """
-        plan = place(self._described_variables(), num_servers, options, num_workers, Wire.max_bytes)
+        batch_size = self.spec.batch_size or self.replica_step.batch_size
+        variables = self._described_variables()
+        plan = place(variables, num_servers, options, num_workers, Wire.max_bytes, batch_size)
         for shard in plan.shards:
             variable = plan.variables[shard.variable]
             num_bytes = variable.value_bytes * (shard.stop - shard.start) // max(1, variable.num_rows)
@@ -159,6 +161,9 @@ class PreparedTraining:
                     always_cut=cuttable and i in step.row_wise,
                     travels=i not in step.tables,
                     is_dynamic=i in step.dynamic,
+                    is_changed=i in step.changed,
+                    ids_per_example=step.ids_per_example(i) if i in step.tables else 0,
+                    dtype=tf.as_dtype(variable.dtype).name,
                     note=self._note(i),
                 )
             )

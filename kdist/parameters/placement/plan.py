@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from math import prod
 from pathlib import Path
 
 from kdist.config.schema import ServerOptions
@@ -15,6 +16,13 @@ from kdist.model.lookup_rounds import WRONG_ID
 # The bytes that a server must send in a step of all workers to be worth its while. Over loopback a tensor costs about
 # half a millisecond of CPU whatever its size, and so does half a megabyte of it.
 _WORTH_A_SERVER = 1 << 20
+
+_ID_BYTES = 8
+# Of memory, as measured by `benchmarks.sizing`: of a server of TensorFlow, of one with tables in addition; and the
+# copies of what goes to a worker in a step, on its way there and back.
+_SERVER_BYTES, _TABLES_BYTES, _COPIES_IN_TRANSIT = 300e6, 100e6, 3.5
+#: Bytes of an element of floating-point variables.
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 _WRONG_ID = re.compile(re.escape(WRONG_ID) + r"\] \[(\d+)\] \[(-?\d+)\]")
 
@@ -36,6 +44,10 @@ class Variable:
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
         travels: whether its value goes to workers in every step; of a table that is looked up, rows do.
         is_dynamic: whether it is a table that has no rows at first, and every server some later.
+        is_changed: whether workers send changes of it in every step.
+        ids_per_example: the ids of an example that are looked up in it, if it is a table of which rows travel; None if
+            examples differ.
+        dtype: of its elements.
         note: a remark in the plan, for example why a table is not looked up by rows.
     """
 
@@ -47,12 +59,20 @@ class Variable:
     always_cut: bool = False
     travels: bool = True
     is_dynamic: bool = False
+    is_changed: bool = True
+    ids_per_example: int | None = 0
+    dtype: str = "float32"
     note: str = ""
 
     @property
     def num_rows(self) -> int:
         """Its first dimension; a scalar is one row."""
         return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row without slots, of a table."""
+        return prod(self.shape[1:]) * _SIZES.get(self.dtype, 4)
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,9 @@ class PlacementPlan:
         shards: the parts of every variable, in the order of `variables` and of rows.
         reason: why these servers were chosen; empty if they were asked for.
         tasks: the index of each server's task, if some have left.
+        num_workers: workers that pull and push in every step.
+        batch_size: examples of each of them; None if it is not known.
+        wire_dtype: of larger floating-point values in transit; None if they travel as they are.
     """
 
     variables: tuple[Variable, ...]
@@ -85,6 +108,9 @@ class PlacementPlan:
     num_servers: int
     reason: str = ""
     tasks: tuple[int, ...] = ()
+    num_workers: int = 1
+    batch_size: int | None = None
+    wire_dtype: str | None = None
 
     def task(self, server: int) -> str:
         """The name of a server's task, `ps:1`."""
@@ -114,6 +140,56 @@ class PlacementPlan:
         """Bytes of the fullest server divided by the mean; 1.0 is even."""
         mean = sum(self.bytes_by_server) / self.num_servers
         return max(self.bytes_by_server) / mean if mean else 1.0
+
+    @property
+    def memory_by_server(self) -> list[float]:
+        """Bytes of memory that each server needs, about; dynamic tables are empty."""
+        dense = self.step_bytes(lambda _: 0)
+        with_tables = {shard.server for shard in self.shards if not self.variables[shard.variable].travels}
+        return [
+            _SERVER_BYTES
+            + _TABLES_BYTES * (server in with_tables)
+            + held
+            + _COPIES_IN_TRANSIT * self.num_workers * sent
+            for server, (held, (sent, _)) in enumerate(zip(self.bytes_by_server, dense))
+        ]
+
+    def step_bytes(self, num_ids: Callable[[Variable], float] | None = None) -> list[tuple[float, float]]:
+        """Bytes that each server sends to a worker in a step, and gets from it, protocols not counted.
+
+        Args:
+            num_ids: the number of different ids of a batch that are looked up in a table; by default, all ids differ.
+
+        Raises:
+            ValueError: the number of ids is not known; names the table.
+        """
+        num_ids = num_ids or self._most_ids
+        totals = [[0.0, 0.0] for _ in range(self.num_servers)]
+        for shard in self.shards:
+            variable, total = self.variables[shard.variable], totals[shard.server]
+            parts = len([other for other in self.shards if other.variable == shard.variable])
+            part = 1 / parts if variable.is_dynamic else (shard.stop - shard.start) / max(1, variable.num_rows)
+            if variable.travels:
+                values = self._in_transit(variable, variable.value_bytes) * part
+                total[0] += values
+                total[1] += values * variable.is_changed
+            else:
+                ids = num_ids(variable) * part
+                rows = self._in_transit(variable, variable.row_bytes) * ids
+                total[0] += rows
+                # The ids of a request, and those of the gradient.
+                total[1] += _ID_BYTES * ids + (rows + _ID_BYTES * ids) * variable.is_changed
+        return [(sent, received) for sent, received in totals]
+
+    def _most_ids(self, table: Variable) -> float:
+        if table.ids_per_example is None or self.batch_size is None:
+            raise ValueError(f"the number of ids of a batch that are looked up in {table.name} is not known")
+        number = table.ids_per_example * self.batch_size
+        return number if table.is_dynamic else min(number, table.num_rows)
+
+    def _in_transit(self, variable: Variable, num_bytes: float) -> float:
+        size, kind = _SIZES.get(variable.dtype, 0), _SIZES.get(self.wire_dtype or "", 0)
+        return num_bytes * kind / size if 0 < kind < size else num_bytes
 
     def table(self) -> str:
         """The plan as aligned text: one line per shard, the totals, then the remarks."""
@@ -217,6 +293,7 @@ def place(
     options: ServerOptions,
     num_workers: int = 1,
     max_bytes: int | None = None,
+    batch_size: int | None = None,
 ) -> PlacementPlan:
     """Places `variables` on `num_servers` servers.
 
@@ -228,8 +305,8 @@ def place(
             a whole in every step goes to as few servers as its bytes and the number of workers need, the first ones.
         num_workers: workers that pull and push in every step.
         max_bytes: of a shard that travels, slots not counted; any size if None.
+        batch_size: examples of a worker in a step, if that is known.
     """
-
     num_used, reason = servers_for(variables, num_servers, options, num_workers)
 
     def servers_of(variable: Variable) -> range:
@@ -260,7 +337,15 @@ def place(
             placed[i] = [Shard(i, server, 0, variables[i].num_rows)]
             load[server] += variables[i].num_bytes
         shards = tuple(shard for i in range(len(variables)) for shard in placed[i])
-        return PlacementPlan(tuple(variables), shards, num_servers, reason)
+        return PlacementPlan(
+            tuple(variables),
+            shards,
+            num_servers,
+            reason,
+            num_workers=num_workers,
+            batch_size=batch_size,
+            wire_dtype=options.wire_dtype,
+        )
 
     in_turn = plan(lambda position, load: position % len(load), range(len(variables)))
     if options.placement == "round_robin":

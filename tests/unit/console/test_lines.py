@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kdist.cluster.spec import Task
+from kdist.config.schema import ServerOptions
 from kdist.console import lines
 from kdist.log import Line
+from kdist.parameters.placement.plan import Variable, place
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.version import __version__
 
@@ -110,3 +113,34 @@ def test_programs_get_the_values_of_a_line_and_not_its_format() -> None:
         "values": {"examples_per_second": 412.34},
         "message": "speed | step    100/2000 | 412.3 examples/s",
     }
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_600, "1 MB"),
+        (1.2e12, "1.2 TB"),
+        (25_376_199_680, "25.4 GB"),
+        (2.5e15, "2.5 PB"),
+    ],
+)
+def test_sizes_are_those_of_disks_and_networks(num_bytes: float, text: str) -> None:
+    assert lines._size(num_bytes) == text
+
+
+def test_a_plan_tells_what_servers_need_and_a_step_moves() -> None:
+    dense = Variable("dense", (1000, 1000), 8_000_000, 4_000_000)
+    table = Variable("table", (10**9, 64), 512 * 10**9, 256 * 10**9, always_cut=True, travels=False, ids_per_example=26)
+    plan = place([dense, table], 20, ServerOptions(), num_workers=64, batch_size=4096)
+    assert [str(line) for line in lines.plan_lines(plan)] == [
+        "plan  | 512 GB on 20 servers, slots included | the fullest needs about 26.9 GB of memory",
+        "plan  | step of a worker | gets 31.3 MB, sends 33 MB at most | batch size 4096",
+        "plan  | 64 workers | for 1 step/s of each, the busiest server sends 343 MB/s and gets 349 MB/s",
+    ]
+    unknown = place([replace(table, ids_per_example=None)], 1, ServerOptions(), batch_size=4096)
+    assert [str(line) for line in lines.plan_lines(unknown)] == [
+        "plan  | 512 GB on 1 server, slots included | the fullest needs about 512 GB of memory",
+        "plan  | step of a worker | the number of ids of a batch that are looked up in table is not known",
+    ]

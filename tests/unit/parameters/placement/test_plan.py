@@ -174,3 +174,43 @@ def test_the_picture_names_each_large_variable_and_no_text_covers_another(
 def test_a_name_that_is_too_long_loses_its_middle() -> None:
     assert _shortened("dense/kernel", 1.5) == "dense/kernel"
     assert _shortened("a_long_name_of_a_table/embeddings[0:50]", 0.5) == "a_long_n…gs[0:50]"
+
+
+def test_a_step_moves_what_travels_and_the_rows_of_a_batch() -> None:
+    found = [
+        replace(variable("dense", (10, 10)), name="dense"),
+        replace(variable("frozen", (10,)), is_changed=False),
+        replace(variable("table", (1000, 4)), always_cut=True, travels=False, ids_per_example=3),
+        replace(variable("few", (5, 4)), always_cut=True, travels=False, ids_per_example=1),
+        replace(variable("new", (0, 4)), is_dynamic=True, travels=False, ids_per_example=2),
+    ]
+    plan = place_by(found, 2, ServerOptions(), num_workers=3, batch_size=8)
+    # Dense values are on the first server; 24, 5 and 16 rows of 16 bytes come from both.
+    rows = 16 * (24 + 5 + 16)
+    ids = 8 * (24 + 5 + 16)
+    sent, received = (sum(way) for way in zip(*plan.step_bytes()))
+    assert sent == 400 + 40 + rows
+    # The ids of the requests, and gradients with theirs.
+    assert received == 400 + ids + rows + ids
+    (first, _), (second, _) = plan.step_bytes()
+    assert first - second == pytest.approx(440 - 16)
+    assert place_by(found[:1], 1, ServerOptions(wire_dtype="bfloat16")).step_bytes() == [(200, 200)]
+    assert plan.step_bytes(lambda _: 0) == [(440, 400), (0, 0)]
+
+
+@pytest.mark.parametrize(("ids", "batch_size"), [(None, 8), (3, None)])
+def test_it_says_of_which_table_the_ids_of_a_batch_are_not_known(ids: int | None, batch_size: int | None) -> None:
+    table = replace(variable("table", (1000, 4)), travels=False, ids_per_example=ids)
+    plan = place_by([table], 2, ServerOptions(), batch_size=batch_size)
+    with pytest.raises(ValueError, match="ids of a batch that are looked up in table is not known"):
+        plan.step_bytes()
+
+
+def test_a_server_needs_memory_for_what_it_holds_and_for_what_is_on_its_way() -> None:
+    dense, table = variable("dense", (1000, 1000)), replace(variable("table", (10**8, 1)), travels=False)
+    few, many = (
+        place_by([dense, table], 1, ServerOptions(), num_workers=number).memory_by_server[0] for number in (1, 5)
+    )
+    assert few > dense.num_bytes + table.num_bytes
+    # Each worker has its own copies of dense values, and none of the table.
+    assert 4 * dense.value_bytes < many - few < 20 * dense.value_bytes
