@@ -79,7 +79,7 @@ def summary(contender: Contender, turns: list[Turn]) -> dict[str, Any]:
         "turns": rates,
         "examples_per_sec": median * workload.batch_size * batches,
         "ids_per_sec": median * workload.batch_size * batches * workload.ids_per_example,
-        "cpu_secs_per_1000_steps": 1000 * statistics.median(turn.cpu_secs_per_step for turn in turns),
+        "cpu_ms_per_batch": 1000 * statistics.median(turn.cpu_secs_per_step for turn in turns) / batches,
         "wire_ratio": statistics.median(wire) / (8 * workload.num_parameters() * exchanges) if wire else None,
         "memory_mib": contender.memory_mib(),
         "start_secs": contender.start_secs,

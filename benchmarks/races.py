@@ -23,6 +23,9 @@ _KDIST_WARM_UP_SECS = {
     "criteo_sleep": 3.0,
 }
 _WITH_ADAM = ("mlp", "deep")
+#: kdist as most users call it.
+ARRAYS = "kdist, fit of arrays"
+_OF_ARRAYS = {"arrays": True}
 
 
 def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
@@ -30,10 +33,10 @@ def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
     return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 4.0))
 
 
-def all_reduce(workload: str) -> Entry:
+def all_reduce(workload: str, name: str = "kdist, 2w", **task: Any) -> Entry:
     """kdist on workers without servers."""
     # They take each other for dead after a rest.
-    return replace(kdist(workload, "kdist, 2w", sync=True, num_ps=0), can_rest=False)
+    return replace(kdist(workload, name, sync=True, num_ps=0, **task), can_rest=False)
 
 
 def asynchronous(workload: str) -> list[Entry]:
@@ -41,7 +44,7 @@ def asynchronous(workload: str) -> list[Entry]:
     task = Task(workload)
     entries = [kdist(workload), Entry("TF1", "tf1", task)]
     if workload in ("mlp", "deep", "cnn"):
-        entries.append(Entry("one Keras process", "plain_keras", task))
+        entries += [kdist(workload, ARRAYS, options=_OF_ARRAYS), Entry("one Keras process", "plain_keras", task)]
     if workload not in ("null", "wide"):
         entries.append(Entry("tf_keras fit", "tf_keras_fit", task))
     if workload == "mlp":
@@ -62,7 +65,9 @@ def synchronous(workload: str) -> list[Entry]:
     task = Task(workload, sync=True)
     entries = [
         kdist(workload, sync=True),
+        kdist(workload, ARRAYS, sync=True, options=_OF_ARRAYS),
         all_reduce(workload),
+        all_reduce(workload, f"{ARRAYS}, 2w", options=_OF_ARRAYS),
         Entry("TF1", "tf1", task),
         Entry("MultiWorkerMirrored", "multi_worker_mirrored", task, can_rest=False),
     ]
@@ -108,10 +113,13 @@ def criteo() -> list[Entry]:
         Entry("TF1, partitioned tables", "tf1", replace(task, options={"partitioned_tables": True})),
         Entry("tf_keras fit", "tf_keras_fit", task),
         Entry("one Keras process", "plain_keras", task),
+        kdist("criteo", ARRAYS, optimizer="adagrad", options=_OF_ARRAYS),
         kdist("criteo", optimizer="adagrad", sync=True),
+        all_reduce("criteo", optimizer="adagrad"),
         Entry("TF1", "tf1", sync),
     ]
     if find_spec("torch"):
+        entries.append(Entry("one PyTorch process", "torch_ddp", replace(task, num_workers=1)))
         entries.append(Entry("PyTorch DDP", "torch_ddp", sync))
     else:
         print("PyTorch is not installed: its contenders are left out", flush=True)
@@ -154,6 +162,9 @@ def _sync(workload: str, name: str = "kdist") -> str:
 
 _TABLES = ("embedding_200k", "embedding_1M")
 GOALS = [
+    *(Goal(_async(w, ARRAYS), _async(w), 0.95) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w, ARRAYS), _sync(w), 0.95) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w, f"{ARRAYS}, 2w"), _sync(w, "kdist, 2w"), 0.95) for w in ("mlp", "deep", "cnn")),
     *(Goal(_async(w), _async(w, "TF1"), r) for w, r in [("mlp", 3), ("deep", 5), ("cnn", 1.6)]),
     *(Goal(_async(w), _async(w, "tf_keras fit"), r) for w, r in [("mlp", 5), ("deep", 12), ("cnn", 2.4)]),
     *(Goal(_async(w), _async(w, "one Keras process"), r) for w, r in [("deep", 0.7), ("cnn", 0.9)]),

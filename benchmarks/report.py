@@ -14,7 +14,7 @@ Results = Mapping[str, Mapping[str, Any]]
 _WIRE_GOAL, _START_GOAL_SECS, _HOOKS_GOAL = 1.05, 8.0, 0.99
 
 _HEADER = [
-    *("race", "contender", "steps/s (median):", "lowest to highest:", "examples/s:", "ids/s:", "CPU s / 1000 steps:"),
+    *("race", "contender", "steps/s (median):", "lowest to highest:", "examples/s:", "ids/s:", "CPU ms / batch:"),
     *("wire / (2 x parameters):", "largest task, MiB:", "start to first step, s:"),
 ]
 _COLUMNS = (
@@ -85,7 +85,7 @@ def _rows(results: Results) -> list[list[str]]:
                 f"{_short(row['lowest'])} to {_short(row['highest'])}",
                 _short(row["examples_per_sec"]),
                 _short(row["ids_per_sec"]) if row["ids_per_sec"] else "",
-                f"{row['cpu_secs_per_1000_steps']:.2f}",
+                f"{row['cpu_ms_per_batch']:.2f}",
                 f"{row['wire_ratio']:.2f}" if row["wire_ratio"] is not None and _moves_all(row) else "",
                 f"{row['memory_mib']['largest']:.0f}",
                 f"{row['start_secs']:.1f}",

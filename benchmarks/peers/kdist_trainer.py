@@ -1,4 +1,4 @@
-"""kdist, as anyone would call it: default hooks, `steps_per_call=auto`."""
+"""kdist: default hooks, `steps_per_call=auto`. With the option `arrays`, as most users call it: `fit` of arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import kdist
 from benchmarks.peers.task import Task, this_task
 from benchmarks.workloads import compiled_keras_model, dataset
 
+# Of arrays: an epoch is short, so that its end counts.
+_BATCHES_PER_EPOCH = 100
 # Few runs are shorter. It says which lengths of calls will have been worth their while in the end.
 _STEPS = 100_000
 
@@ -28,7 +31,7 @@ class Counted(kdist.hooks.Hook):
 
 def main(task: Task) -> None:
     options = dict(task.options)
-    slowed = options.pop("slow_last_worker", 1.0)
+    slowed, of_arrays = options.pop("slow_last_worker", 1.0), options.pop("arrays", False)
 
     def batches(context: kdist.DataContext) -> Any:
         is_last = context.worker_index == context.num_workers - 1
@@ -39,9 +42,13 @@ def main(task: Task) -> None:
         cluster=f"{task.num_ps}ps{task.num_workers}w" if task.num_ps else f"{task.num_workers}w",
         strategy="auto" if not task.num_ps else "sync_replicas" if task.sync else "parameter_server",
         run_dir=task.folder / "run",
-        hooks=() if task.num_ps else [Counted(task)],
+        hooks=[Counted(task)] if of_arrays or not task.num_ps else (),
         **options,
     )
+    if of_arrays:
+        x, y = (np.concatenate([*each] * 4)[: _BATCHES_PER_EPOCH * task.what.batch_size] for each in task.what.arrays())
+        trainer.fit(x, y, batch_size=task.what.batch_size, steps=_STEPS)
+        return
     if not task.num_ps:
         trainer.fit(batches, steps=_STEPS, verbose=0)
         return

@@ -1,4 +1,4 @@
-"""PyTorch: `DistributedDataParallel` over gloo: synchronous, by all-reduce, without servers."""
+"""PyTorch: `DistributedDataParallel` over gloo: synchronous, by all-reduce, without servers; or one process alone."""
 
 from __future__ import annotations
 
@@ -54,10 +54,14 @@ def torch_model(workload: Workload) -> Any:
 
 def train(task: Task) -> None:
     """One process."""
-    torch.set_num_threads(THREADS[0])
-    host, _, port = task.jobs["worker"][0].partition(":")
-    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-    torch.distributed.init_process_group("gloo", rank=task.index, world_size=task.num_workers)
+    is_alone = task.num_workers == 1
+    if is_alone:
+        torch.set_num_threads(os.cpu_count() or 1)
+    else:
+        torch.set_num_threads(THREADS[0])
+        host, _, port = task.jobs["worker"][0].partition(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+        torch.distributed.init_process_group("gloo", rank=task.index, world_size=task.num_workers)
     inputs, labels_of = task.what.arrays()
     if inputs.ndim == 5:
         # PyTorch has channels first.
@@ -65,7 +69,8 @@ def train(task: Task) -> None:
     batches = [(torch.from_numpy(x), torch.from_numpy(y).long()) for x, y in zip(inputs, labels_of)]
     model = torch_model(task.what)
     model(batches[0][0])
-    model = torch.nn.parallel.DistributedDataParallel(model)
+    if not is_alone:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
     optimizer = optimizers[task.optimizer](model.parameters(), lr=1e-3)
     loss_of = torch.nn.CrossEntropyLoss()
