@@ -18,7 +18,9 @@ from kdist.cli.experiment import check_job
 from kdist.cli.hydra_plugins import register
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
-MY_CODE = re.search(r'title="my_code.py"\n(.*?)```', (REPO / "docs/howto/model.md").read_text(), re.DOTALL)
+_FILE = re.compile(r'title="(\w+\.py)"\n(.*?)```', re.DOTALL)
+#: The modules that pages show, by the names of their files; of several with one name the last one.
+CODE = dict(found for page in PAGES for found in _FILE.findall(page.read_text()))
 
 
 def commands_of(page: Path) -> list[list[str]]:
@@ -40,9 +42,10 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_my_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MY_CODE is not None
-    (tmp_path / "my_code.py").write_text(MY_CODE[1])
+def in_a_folder_with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "my_code.py" in CODE
+    for name, text in CODE.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
