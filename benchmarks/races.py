@@ -160,6 +160,10 @@ def _sync(workload: str, name: str = "kdist") -> str:
     return f"{workload}/sgd/sync/{name}"
 
 
+def _criteo(how: str, name: str = "kdist") -> str:
+    return f"criteo/adagrad/{how}/{name}"
+
+
 _TABLES = ("embedding_200k", "embedding_1M")
 GOALS = [
     *(Goal(_async(w, ARRAYS), _async(w), 0.95) for w in ("mlp", "deep", "cnn")),
@@ -171,10 +175,13 @@ GOALS = [
     *(Goal(_async(w), _async(w, "TF1"), 1.5) for w in _TABLES),
     *(Goal(_async(w), _async(w, "tf_keras fit"), 8) for w in _TABLES),
     Goal(_async("embedding_1M"), _async("embedding_10k"), 1 / 1.2),
-    *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 2.5), ("deep", 5), ("cnn", 1.8)]),
+    *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 3), ("deep", 5), ("cnn", 1.8)]),
+    *(Goal(_criteo(how), _criteo(how, "TF1"), 2.2) for how in ("async", "sync")),
+    Goal(_criteo("async"), _criteo("async", "one PyTorch process"), 1.2),
+    Goal(_async("wide"), _async("wide", "TF1"), 1.2),
     *(Goal(_sync(w), _sync(w, "MultiWorkerMirrored"), 0.85) for w in ("mlp", "deep", "cnn")),
     *(Goal(_sync(w, "kdist, 2w"), _sync(w, "MultiWorkerMirrored"), 1.5) for w in ("mlp", "deep", "cnn")),
-    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "PyTorch DDP"), 1.2) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "PyTorch DDP"), 1.5) for w in ("mlp", "deep", "cnn")),
     *(Goal(f"{w}/adam/async/kdist", _async(w), 1 / 1.25) for w in _WITH_ADAM),
     *(
         Goal(_async("sleep", f"kdist, {n} workers"), _async("sleep", "kdist, 1 workers"), r)

@@ -19,7 +19,7 @@ _HEADER = [
 ]
 _COLUMNS = (
     *("kdist", "TF1", "tf_keras fit", "coordinator loop", "MultiWorkerMirrored", "PyTorch DDP"),
-    "one Keras process",
+    *("one Keras process", "one PyTorch process", "kdist, fit of arrays"),
 )
 _ACCURACY_HEADER = [
     *("MNIST, 97 %", "seconds to it (median):", "seeds that reached it:", "final accuracy (median):"),
