@@ -171,19 +171,17 @@ class Contender:
 
     def _choose_cores(self) -> None:
         """Lets each task keep to a core, as those of kdist do, if that makes this contender faster."""
+        if sys.platform != "linux" or len(os.sched_getaffinity(0)) > self.entry.task.num_workers:
+            return
         rates = {}
         for keep in (False, True):
             self._keep_to_cores(keep)
             rates[keep] = self._window(_TRIAL_SECS).steps_per_sec
-        self.keeps_to_cores = sys.platform == "linux" and rates[True] > rates[False]
+        self.keeps_to_cores = rates[True] > rates[False]
         self._keep_to_cores(self.keeps_to_cores)
 
     def _keep_to_cores(self, keep: bool) -> None:
-        if sys.platform != "linux":
-            return
         cores = sorted(os.sched_getaffinity(0))
-        if len(cores) > self.entry.task.num_workers:
-            return
         for pid, task in self._task.processes.items():
             for thread in psutil.Process(pid).threads():
                 with suppress(ProcessLookupError):

@@ -39,13 +39,18 @@ class PooledLookup(keras.layers.Layer):
     def look_up(self, ids: tf.Tensor) -> tf.Tensor:
         """The vectors of dense ids, `[..., dim]`; while kdist trains, a function that fetches rows is in its place."""
 
+    def look_up_flat(self, ids: tf.Tensor) -> tf.Tensor:
+        """The vectors of the flat values of ragged ids, of which examples may have any number."""
+        return self.look_up(ids)
+
     def call(self, inputs: Any, weights: Any = None) -> Ragged:
         self._check(inputs, weights)
         if isinstance(inputs, tf.SparseTensor):
             inputs, weights = as_rows(inputs, weights)
         if weights is not None:
             weights = tf.ragged.map_flat_values(tf.debugging.check_numerics, weights, f"layer {self.name}: the weights")
-        vectors = tf.ragged.map_flat_values(self.look_up, inputs)
+        look_up = self.look_up_flat if isinstance(inputs, tf.RaggedTensor) else self.look_up
+        vectors = tf.ragged.map_flat_values(look_up, inputs)
         if self.combiner is None:
             return vectors
         if self.mask_zero:

@@ -171,23 +171,24 @@ class RowLookups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        for layer in self._layers:
-            object.__setattr__(layer, _lookup_method(layer), self._lookup_of(layer))
+        replaced = [(layer, method) for layer in self._layers for method in _lookup_methods(layer)]
+        for layer, method in replaced:
+            object.__setattr__(layer, method, self._lookup_of(layer, method))
         try:
             yield
         finally:
-            for layer in self._layers:
-                object.__delattr__(layer, _lookup_method(layer))
+            for layer, method in replaced:
+                object.__delattr__(layer, method)
 
     @property
     def rows(self) -> list[list[tf.Tensor]]:
         """The rows that arrive, by round and lookup."""
         return [[lookup.rows for lookup in of_round] for of_round in self.rounds]
 
-    def _lookup_of(self, layer: keras.layers.Layer) -> Callable[..., Any]:
-        original = getattr(layer, _lookup_method(layer))
+    def _lookup_of(self, layer: keras.layers.Layer, method: str) -> Callable[..., Any]:
+        original = getattr(layer, method)
 
-        def look_up(ids: tf.Tensor, *, is_ragged: bool = False) -> tf.Tensor:
+        def look_up(ids: tf.Tensor, *, is_ragged: bool) -> tf.Tensor:
             number = self.first_phases.of(ids)
             table = table_of(layer)
             keys = layer.as_keys(ids) if isinstance(layer, DynamicEmbedding) else tf.cast(ids, tf.int64)
@@ -216,16 +217,19 @@ class RowLookups:
             if tf.compat.v1.get_default_graph() is not self._graph:
                 self.hidden[id(layer)] = "a lookup inside a loop or a function of its own"
                 return original(inputs)
-            if isinstance(inputs, tf.Tensor):
-                return look_up(inputs)
-            return tf.ragged.map_flat_values(partial(look_up, is_ragged=True), inputs)
+            is_ragged = method == _FLAT or isinstance(inputs, tf.RaggedTensor)
+            return tf.ragged.map_flat_values(partial(look_up, is_ragged=is_ragged), inputs)
 
         return call
 
 
-def _lookup_method(layer: keras.layers.Layer) -> str:
-    """The method of a layer that looks up the vectors of ids, and does nothing else."""
-    return "look_up" if isinstance(layer, PooledLookup) else "call"
+#: The method that looks up the flat values of ragged ids.
+_FLAT = "look_up_flat"
+
+
+def _lookup_methods(layer: keras.layers.Layer) -> list[str]:
+    """The methods of a layer that look up the vectors of ids, and do nothing else."""
+    return ["look_up", _FLAT] if isinstance(layer, PooledLookup) else ["call"]
 
 
 def sum_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import in_short
 from keras import layers
 
@@ -128,6 +130,27 @@ def test_the_plan_says_how_a_table_is_looked_up(build_model: Any, note: str, run
     table = trainer.plan(x, y, batch_size=16).table()
     assert note in table
     assert (run_dir / "placement.txt").read_text() == table
+
+
+def test_the_plan_knows_the_ids_of_an_example_and_what_a_step_changes(run_dir: Path) -> None:
+    def build_model(*, ragged: bool) -> keras.Model:
+        ids = layers.Input((None,) if ragged else (4,), dtype="int64", ragged=ragged)
+        looked_up = Embedding(ROWS, DIM, combiner="mean" if ragged else None)(ids)
+        hidden = layers.BatchNormalization(name="norm")(layers.Dense(3, trainable=False, name="frozen")(looked_up))
+        model = keras.Model(ids, layers.Dense(1)(hidden if ragged else layers.Flatten()(hidden)))
+        model.compile("adam", "mse")
+        return model
+
+    x = np.arange(32).reshape(8, 4) % ROWS
+    for ragged in (False, True):
+        ids = tf.RaggedTensor.from_tensor(x) if ragged else x
+        trainer = kdist.Trainer(partial(build_model, ragged=ragged), cluster="2ps1w", run_dir=run_dir / str(ragged))
+        plan = trainer.plan(ids, np.zeros(8), batch_size=4)
+        table, *others = plan.variables
+        assert plan.batch_size == 4
+        assert (table.ids_per_example, table.is_changed) == (None if ragged else 4, True)
+        unchanged = {variable.name for variable in others if not variable.is_changed}
+        assert unchanged == {"frozen/kernel", "frozen/bias"}
 
 
 @pytest.mark.long
