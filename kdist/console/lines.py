@@ -159,7 +159,7 @@ def plan_lines(plan: PlacementPlan) -> list[Line]:
     """Lines about the bytes that servers will hold, and that a step will move.
 
     plan  | 1.20 TB on 48 servers, slots included | the fullest needs about 25.4 GB of memory
-    plan  | step of a worker | gets 12.4 MB, sends 13.1 MB at most | batch size 512
+    plan  | step of a worker | gets 12.4 MB, sends 13.1 MB at most | 512 examples
     plan  | 64 workers | for 1 step/s of each, the busiest server sends 17.1 MB/s and gets 18.3 MB/s
     """
     held = f"{_size(sum(plan.bytes_by_server))} on {_several(plan.num_servers, 'server')}, slots included"
@@ -171,7 +171,7 @@ def plan_lines(plan: PlacementPlan) -> list[Line]:
         return [*lines, _line("plan", f"step of a worker | {error}")]
     gets, sends = (sum(way) for way in zip(*moved))
     most = " at most" if any(not variable.travels for variable in plan.variables) else ""
-    batch = [] if plan.batch_size is None else [f"batch size {plan.batch_size}"]
+    batch = [] if plan.batch_size is None else [f"{plan.batch_size} examples"]
     lines.append(_line("plan", "step of a worker", f"gets {_size(gets)}, sends {_size(sends)}{most}", *batch))
     sent, received = (_size(plan.num_workers * rate) for rate in max(moved, key=sum))
     busiest = f"for 1 step/s of each, the busiest server sends {sent}/s and gets {received}/s"

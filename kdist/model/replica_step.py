@@ -134,12 +134,18 @@ class ReplicaStep:
         """The tables without a length, by index."""
         return frozenset(index for group in self.table_groups if group.dynamic for index in group.tables)
 
-    @property
-    def changed(self) -> frozenset[int]:
-        """The variables that a step changes, by index: of `trainable`, then of `state`."""
+    def num_pulls(self, variable: int) -> int:
+        """The number of times that a step reads a variable, by its index in `trainable`, then in `state`."""
+        return 1 + sum(variable in again for again in self.updates.pulled_again)
+
+    def num_pushes(self, variable: int) -> int:
+        """The number of changes that a step makes to a variable, by its index as in `num_pulls`."""
         outputs: StepOutputs = self._traced.outputs
-        new_state = outputs.state[: len(self.state)]
-        return self._with_gradient | {len(self.trainable) + i for i, new in enumerate(new_state) if new is not None}
+        if variable >= len(self.trainable):
+            return int(outputs.state[variable - len(self.trainable)] is not None)
+        phases = {update.phase for update in self.updates.updates if variable in update.variables}
+        updates = len(phases) if variable in self._with_gradient else 0
+        return updates + sum(variable in assigned for assigned in outputs.assigned)
 
     def ids_per_example(self, table: int) -> int | None:
         """The number of ids of an example that are looked up in a table; None if examples differ."""

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
-from kdist.config.schema import ServerOptions
+from kdist.config.schema import ParameterServerOptions, ServerOptions
 from kdist.data.base import element_spec, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
@@ -69,6 +69,9 @@ class PreparedTraining:
             ConfigError: a variable is larger than what TensorFlow can send, and cannot be cut.
         """
         batch_size = self.spec.batch_size or self.replica_step.batch_size
+        if batch_size is not None and isinstance(options, ParameterServerOptions):
+            # A step of `local_steps` batches looks up the ids of all of them.
+            batch_size *= options.local_steps
         variables = self._described_variables()
         plan = place(variables, num_servers, options, num_workers, Wire.max_bytes, batch_size)
         for shard in plan.shards:
@@ -161,7 +164,8 @@ class PreparedTraining:
                     always_cut=cuttable and i in step.row_wise,
                     travels=i not in step.tables,
                     is_dynamic=i in step.dynamic,
-                    is_changed=i in step.changed,
+                    num_pulls=step.num_pulls(i),
+                    num_pushes=step.num_pushes(i),
                     ids_per_example=step.ids_per_example(i) if i in step.tables else 0,
                     dtype=tf.as_dtype(variable.dtype).name,
                     note=self._note(i),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -198,17 +200,18 @@ def test_values_are_the_same_bit_for_bit_on_other_servers(
             np.testing.assert_array_equal(value, after[name], err_msg=name)
 
 
+def deterministic_model() -> keras.Model:
+    init = keras.initializers.GlorotUniform(5)
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(8, "tanh", kernel_initializer=init)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
 def test_synchronous_training_is_as_if_nothing_had_changed(run_dir: Path) -> None:
     x = np.ones((120, 6), np.float32)
 
     def train(folder: Path, hooks: list[Hook]) -> list[np.ndarray]:
-        def build() -> keras.Model:
-            init = keras.initializers.GlorotUniform(5)
-            model = keras.Sequential([layers.Input((6,)), layers.Dense(8, "tanh", kernel_initializer=init)])
-            model.compile(keras.optimizers.Adam(0.01), "mse")
-            return model
-
-        trainer = kdist.Trainer(build, "2ps2w", "sync_replicas", run_dir=folder, hooks=hooks, seed=3)
+        trainer = kdist.Trainer(deterministic_model, "2ps2w", "sync_replicas", run_dir=folder, hooks=hooks, seed=3)
         trainer.fit(x, np.ones((120, 8), np.float32), batch_size=5, steps=120, verbose=0)
         return trainer.model.get_weights()
 
@@ -216,6 +219,66 @@ def test_synchronous_training_is_as_if_nothing_had_changed(run_dir: Path) -> Non
     resized, undisturbed = train(run_dir / "resized", [hook]), train(run_dir / "undisturbed", [])
 
     assert [resize.after for resize in hook.done] == ["2ps3w", "1ps1w"]
+    for one, other in zip(resized, undisturbed):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Kills(Hook):
+    """Kills a random worker each time when so many steps have passed."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._chance = every, random.Random(7)
+        self.number = 0
+
+    def after_run(self, context: RunContext, values: RunValues) -> None:
+        workers = [pid for task, pid in context.session.strategy.pids.items() if task.job == "worker"]
+        if values.global_step >= self._every * (self.number + 1) and len(workers) > 1:
+            os.kill(self._chance.choice(workers), signal.SIGKILL)
+            self.number += 1
+
+
+def twenty_changes() -> list[dict[str, Any]]:
+    chance = random.Random(41)
+    kinds = [lambda: {"workers": chance.randint(1, 4)}, lambda: {"ps": chance.randint(1, 3)}]
+    return [{"move": "ps:0"}, *(chance.choice(kinds)() for _ in range(19))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [False, True], ids=["resized", "and killed"])
+def test_twenty_random_resizes_of_asynchronous_training_read_each_example_once(kills: bool, run_dir: Path) -> None:
+    hook, killer = Resizes(twenty_changes(), every=500), Kills(every=2000)
+    hooks: list[Hook] = [hook, killer] if kills else [hook]
+    trainer = kdist.Trainer(counting_model, "2ps2w", "parameter_server", run_dir=run_dir, hooks=hooks, seed=3)
+    epochs = 170
+    with pytest.warns(UserWarning, match=r"worker:\d died") if kills else nullcontext():
+        trainer.fit(np.arange(NUM_IDS), np.zeros(NUM_IDS), batch_size=BATCH, epochs=epochs, verbose=0)
+
+    result, seen = trainer.result, trainer.model.get_weights()[1]
+    assert len(hook.done) + len(hook.errors) == 20
+    assert kills or not hook.errors
+    assert result.gradients.applied == result.global_step == epochs * NUM_IDS // BATCH
+    if kills:
+        assert killer.number >= 5
+        # Some calls of lost workers are repeated that had been applied.
+        assert (seen >= epochs - 1).all()
+    else:
+        assert set(seen) == {float(epochs)}
+
+
+@pytest.mark.long
+def test_twenty_random_resizes_of_synchronous_training_change_no_number(run_dir: Path) -> None:
+    x = np.ones((120, 6), np.float32)
+
+    def train(folder: Path, hooks: list[Hook]) -> list[np.ndarray]:
+        trainer = kdist.Trainer(deterministic_model, "2ps2w", "sync_replicas", run_dir=folder, hooks=hooks, seed=3)
+        trainer.fit(x, np.ones((120, 8), np.float32), batch_size=5, steps=20_000, verbose=0)
+        assert trainer.result.gradients.dropped == 0
+        return trainer.model.get_weights()
+
+    hook = Resizes(twenty_changes(), every=500)
+    resized, undisturbed = train(run_dir / "resized", [hook]), train(run_dir / "undisturbed", [])
+
+    assert (len(hook.done), hook.errors) == (20, [])
     for one, other in zip(resized, undisturbed):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -322,6 +322,16 @@ def test_a_step_prints_weights_after_their_update(run_dir: Path, tmp_path: Path)
     assert float(printed.read_text()) == pytest.approx(float(trainer.model.trainable_weights[0][0, 0]), rel=1e-4)
 
 
+@pytest.mark.parametrize(("clip", "pushes"), [(False, 2), (True, 4)])
+def test_a_plan_counts_what_every_phase_of_a_step_moves(clip: bool, pushes: int, run_dir: Path) -> None:
+    trainer = kdist.Trainer(adversarial(clip=clip), "1ps1w", "parameter_server", run_dir=run_dir)
+    plan = trainer.plan(np.ones((8, 6), np.float32), batch_size=4)
+    # The critic is read by its second update and by that of the actor as the one before has left it.
+    critic, actor = plan.variables[:4], plan.variables[4:]
+    assert {(v.num_pulls, v.num_pushes) for v in critic} == {(3, pushes)}
+    assert {(v.num_pulls, v.num_pushes) for v in actor} == {(1, 1)}
+
+
 def read_a_slot(model: Any, loss: Any, gradients: Any) -> Any:
     model.optimizer.build(model.trainable_variables)
     return {**applied(model, loss, gradients), "slot": ops.sum(model.optimizer.variables[-1])}

@@ -44,7 +44,7 @@ class Variable:
         always_cut: whether they are under every policy: the table of a `kdist.layers.Embedding`.
         travels: whether its value goes to workers in every step; of a table that is looked up, rows do.
         is_dynamic: whether it is a table that has no rows at first, and every server some later.
-        is_changed: whether workers send changes of it in every step.
+        num_pulls, num_pushes: the numbers of times that a step gets it, and sends a change of it.
         ids_per_example: the ids of an example that are looked up in it, if it is a table of which rows travel; None if
             examples differ.
         dtype: of its elements.
@@ -59,7 +59,8 @@ class Variable:
     always_cut: bool = False
     travels: bool = True
     is_dynamic: bool = False
-    is_changed: bool = True
+    num_pulls: int = 1
+    num_pushes: int = 1
     ids_per_example: int | None = 0
     dtype: str = "float32"
     note: str = ""
@@ -99,7 +100,7 @@ class PlacementPlan:
         reason: why these servers were chosen; empty if they were asked for.
         tasks: the index of each server's task, if some have left.
         num_workers: workers that pull and push in every step.
-        batch_size: examples of each of them; None if it is not known.
+        batch_size: examples of a step of each of them; None if it is not known.
         wire_dtype: of larger floating-point values in transit; None if they travel as they are.
     """
 
@@ -165,20 +166,23 @@ class PlacementPlan:
         """
         num_ids = num_ids or self._most_ids
         totals = [[0.0, 0.0] for _ in range(self.num_servers)]
+        num_parts = Counter(shard.variable for shard in self.shards)
         for shard in self.shards:
             variable, total = self.variables[shard.variable], totals[shard.server]
-            parts = len([other for other in self.shards if other.variable == shard.variable])
-            part = 1 / parts if variable.is_dynamic else (shard.stop - shard.start) / max(1, variable.num_rows)
+            if variable.is_dynamic:
+                part = 1 / num_parts[shard.variable]
+            else:
+                part = (shard.stop - shard.start) / max(1, variable.num_rows)
             if variable.travels:
                 values = self._in_transit(variable, variable.value_bytes) * part
-                total[0] += values
-                total[1] += values * variable.is_changed
+                total[0] += values * variable.num_pulls
+                total[1] += values * variable.num_pushes
             else:
                 ids = num_ids(variable) * part
                 rows = self._in_transit(variable, variable.row_bytes) * ids
                 total[0] += rows
                 # The ids of a request, and those of the gradient.
-                total[1] += _ID_BYTES * ids + (rows + _ID_BYTES * ids) * variable.is_changed
+                total[1] += _ID_BYTES * ids + (rows + _ID_BYTES * ids) * variable.num_pushes
         return [(sent, received) for sent, received in totals]
 
     def _most_ids(self, table: Variable) -> float:
@@ -307,6 +311,7 @@ def place(
         max_bytes: of a shard that travels, slots not counted; any size if None.
         batch_size: examples of a worker in a step, if that is known.
     """
+
     num_used, reason = servers_for(variables, num_servers, options, num_workers)
 
     def servers_of(variable: Variable) -> range:

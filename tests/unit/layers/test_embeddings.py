@@ -148,9 +148,18 @@ def test_the_plan_knows_the_ids_of_an_example_and_what_a_step_changes(run_dir: P
         plan = trainer.plan(ids, np.zeros(8), batch_size=4)
         table, *others = plan.variables
         assert plan.batch_size == 4
-        assert (table.ids_per_example, table.is_changed) == (None if ragged else 4, True)
-        unchanged = {variable.name for variable in others if not variable.is_changed}
+        assert (table.ids_per_example, table.num_pushes) == (None if ragged else 4, 1)
+        assert {variable.num_pulls for variable in plan.variables} == {1}
+        unchanged = {variable.name for variable in others if not variable.num_pushes}
         assert unchanged == {"frozen/kernel", "frozen/bias"}
+
+
+def test_a_step_of_several_batches_looks_up_the_ids_of_all_of_them(run_dir: Path) -> None:
+    x, y = data()
+    trainer = kdist.Trainer(
+        lambda: build(Embedding), cluster="2ps1w", strategy="parameter_server", run_dir=run_dir, local_steps=4
+    )
+    assert trainer.plan(x, y, batch_size=4).batch_size == 16
 
 
 @pytest.mark.long

@@ -179,7 +179,7 @@ def test_a_name_that_is_too_long_loses_its_middle() -> None:
 def test_a_step_moves_what_travels_and_the_rows_of_a_batch() -> None:
     found = [
         replace(variable("dense", (10, 10)), name="dense"),
-        replace(variable("frozen", (10,)), is_changed=False),
+        replace(variable("frozen", (10,)), num_pulls=2, num_pushes=0),
         replace(variable("table", (1000, 4)), always_cut=True, travels=False, ids_per_example=3),
         replace(variable("few", (5, 4)), always_cut=True, travels=False, ids_per_example=1),
         replace(variable("new", (0, 4)), is_dynamic=True, travels=False, ids_per_example=2),
@@ -189,13 +189,13 @@ def test_a_step_moves_what_travels_and_the_rows_of_a_batch() -> None:
     rows = 16 * (24 + 5 + 16)
     ids = 8 * (24 + 5 + 16)
     sent, received = (sum(way) for way in zip(*plan.step_bytes()))
-    assert sent == 400 + 40 + rows
+    assert sent == 400 + 2 * 40 + rows
     # The ids of the requests, and gradients with theirs.
     assert received == 400 + ids + rows + ids
     (first, _), (second, _) = plan.step_bytes()
-    assert first - second == pytest.approx(440 - 16)
+    assert first - second == pytest.approx(480 - 16)
     assert place_by(found[:1], 1, ServerOptions(wire_dtype="bfloat16")).step_bytes() == [(200, 200)]
-    assert plan.step_bytes(lambda _: 0) == [(440, 400), (0, 0)]
+    assert plan.step_bytes(lambda _: 0) == [(480, 400), (0, 0)]
 
 
 @pytest.mark.parametrize(("ids", "batch_size"), [(None, 8), (3, None)])
