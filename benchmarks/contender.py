@@ -181,6 +181,8 @@ class Contender:
         self._keep_to_cores(self.keeps_to_cores)
 
     def _keep_to_cores(self, keep: bool) -> None:
+        if sys.platform != "linux":
+            return
         cores = sorted(os.sched_getaffinity(0))
         for pid, task in self._task.processes.items():
             for thread in psutil.Process(pid).threads():

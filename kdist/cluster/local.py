@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kdist.cluster.network.sockets import bind_to, held_ports
 from kdist.cluster.processes import watchdog
-from kdist.cluster.processes.child import Child, end_children, start_child, task_environment
+from kdist.cluster.processes.child import Child, end_children, start_child, task_environment, usable_cores
 from kdist.cluster.processes.forkserver import TaskProgram, fork_server, start_task
 from kdist.cluster.processes.server import LEAVES, READY, TaskOptions
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
@@ -37,10 +37,7 @@ def share_of_machine(
     for the previous one: if there is at most one core per worker, waking a thread on another core costs more than the
     work of the thread. `cores` of None are those that this process may use.
     """
-    if sys.platform != "linux":
-        cores = cores or range(os.cpu_count() or 1)
-    elif cores is None:
-        cores = sorted(os.sched_getaffinity(0))
+    cores = cores or usable_cores()
     share = max(1, len(cores) // shape.num_workers) if task.job == "worker" else 1
     is_bound = sys.platform == "linux" and len(cores) <= shape.num_workers
     return share, max(2, 2 * share), [cores[task.index % len(cores)]] if is_bound else None

@@ -216,6 +216,13 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     return environment
 
 
+def usable_cores() -> Sequence[int]:
+    """The CPU cores on which this process may run: those of the machine where the system does not say."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
 def visible_devices(task: Task, devices: DevicesConfig | None) -> str | None:
     """The GPUs that a task may use, in the form of CUDA_VISIBLE_DEVICES; None if nothing is specified for its job."""
     chosen: Sequence[Any] | None = getattr(devices, task.job, None)

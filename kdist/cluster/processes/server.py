@@ -25,7 +25,7 @@ from kdist.cluster.network import sockets
 from kdist.cluster.network.names import environment_with, host_and_port
 from kdist.cluster.network.port_probe import accepts_connections
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
-from kdist.cluster.processes.child import end_with_parent, pipe_of_signals, visible_devices
+from kdist.cluster.processes.child import end_with_parent, pipe_of_signals, usable_cores, visible_devices
 from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig, RunConfig
 from kdist.errors import ChiefStoppedError, ClusterError
@@ -98,8 +98,7 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     # A thread that looks for work for a while before it sleeps takes the core away from the other tasks of this
     # machine.
     config.experimental.disable_thread_spinning = options.cores is not None
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    if options.intra_op_threads and sum(map(len, options.jobs.values())) >= num_cores:
+    if options.intra_op_threads and sum(map(len, options.jobs.values())) >= len(usable_cores()):
         # TensorFlow runs what the chief sends in a pool with a thread for each core that this process may use when the
         # chief connects. Here no task has a core to itself; and a task that joins takes one from the others, which then
         # need a tenth longer for each step if they have more threads than cores.
