@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import UninitializedVariable
+from kdist._compat.tensorflow import UninitializedVariable, run_independently
 
 
 def on_each(devices: Iterable[str], value: int, dtype: tf.DType) -> list[tf.Variable]:
@@ -95,4 +95,6 @@ class RowLock:
         with tf.control_dependencies([lock]):
             yield updates
         with tf.control_dependencies(updates):
-            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        # Otherwise a server would hold it until another one has released its own, for which that one may have to wait.
+        run_independently(released)
