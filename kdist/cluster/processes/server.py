@@ -95,13 +95,14 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
         intra_op_parallelism_threads=options.intra_op_threads,
         inter_op_parallelism_threads=options.inter_op_threads,
     )
-    # A thread that looks for work for a while before it sleeps takes the core away from the other tasks of this
-    # machine.
-    config.experimental.disable_thread_spinning = options.cores is not None
-    if options.intra_op_threads and sum(map(len, options.jobs.values())) >= len(usable_cores()):
+    # No task has a core to itself.
+    is_crowded = options.intra_op_threads > 0 and sum(map(len, options.jobs.values())) >= len(usable_cores())
+    # A thread that looks for work for a while before it sleeps takes the core away from the other tasks.
+    config.experimental.disable_thread_spinning = is_crowded
+    if is_crowded:
         # TensorFlow runs what the chief sends in a pool with a thread for each core that this process may use when the
-        # chief connects. Here no task has a core to itself; and a task that joins takes one from the others, which then
-        # need a tenth longer for each step if they have more threads than cores.
+        # chief connects. A task that joins takes a core from the others, which then need a tenth longer for each step
+        # if they have more threads than cores.
         os.environ.setdefault("TF_NUM_INTEROP_THREADS", "1")
     sockets.bind_to(options.bind)
     os.environ.update(_NO_PROXY)
