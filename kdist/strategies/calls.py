@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,12 @@ from kdist.strategies.gradient_counts import GradientCounts
 T = TypeVar("T")
 
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
-_AUTO_CALL_SECS = 1.0
+AUTO_CALL_SECS = 1.0
 _AUTO_MAX_STEPS = 64
 # Nothing can be saved while a call is prepared, which takes at least four times as long for four times the steps. So it
 # has to be over well before the time ends that a signal leaves (`run.grace_secs`).
-_AUTO_PREPARE_SECS = 10.0
-_GROWTH = 4
+AUTO_PREPARE_SECS = 10.0
+GROWTH = 4
 #: Single steps show how long they take in so many seconds.
 _AUTO_FIRST_SECS = 0.1
 
@@ -200,8 +201,13 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
 
 @dataclass(eq=False)
 class Calls(abc.ABC):
-    """Calls of a given number of steps, each traced when it is first needed."""
+    """Calls of a given number of steps, each traced when it is first needed.
 
+    Attributes:
+        trace_secs: what tracing took, by the number of steps.
+    """
+
+    trace_secs: dict[int, float] = field(default_factory=dict, init=False)
     _functions: dict[int, Callable[..., Any]] = field(default_factory=dict, init=False)
 
     def traced(self, num_steps: int) -> bool:
@@ -209,7 +215,9 @@ class Calls(abc.ABC):
 
     def function(self, num_steps: int) -> Callable[..., Any]:
         if num_steps not in self._functions:
+            began = time.perf_counter()
             self._functions[num_steps] = self._trace(num_steps)
+            self.trace_secs[num_steps] = time.perf_counter() - began
         return self._functions[num_steps]
 
     @abc.abstractmethod
@@ -355,21 +363,11 @@ class CallSizer:
         self._trained_steps = 0
         #: The duration of a step with the previous size.
         self._step_secs_before: float | None = None
-        self._has_settled = False
 
     @property
     def steps_per_call(self) -> int:
         """The steps of a call, if enough steps are left."""
         return self._fixed or self._auto
-
-    @property
-    def may_prepare_others(self) -> bool:
-        """True if calls of several steps stay as they are, and there is time to prepare others to see how fast they
-        are."""
-        is_settled = self._fixed is not None or self._has_settled
-        if self.steps_per_call == 1 or not is_settled or not self._trained_steps:
-            return False
-        return self._steps_left * self._trained_secs / self._trained_steps >= _GROWTH * self._cost_secs
 
     @property
     def _steps_left(self) -> int:
@@ -386,8 +384,8 @@ class CallSizer:
         if self._fixed is None:
             # Near the end every worker still gets its share.
             at_most = min(at_most, math.ceil(remaining / self.num_workers))
-        while size * _GROWTH <= at_most:
-            size *= _GROWTH
+        while size * GROWTH <= at_most:
+            size *= GROWTH
         return size
 
     def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
@@ -402,31 +400,30 @@ class CallSizer:
         if not self._trained_steps:
             return
         step_secs = self._trained_secs / self._trained_steps
-        if self._trained_secs >= self._cost_secs or self._is_only_beginning(step_secs):
-            self._has_settled = not self._pays(_GROWTH * self._auto, step_secs)
-            if not self._has_settled:
-                self._auto *= _GROWTH
-                self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
-                self._step_secs_before = step_secs
+        is_known = self._trained_secs >= self._cost_secs or self._is_only_beginning(step_secs)
+        if is_known and self._pays(GROWTH * self._auto, step_secs):
+            self._auto *= GROWTH
+            self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
+            self._step_secs_before = step_secs
 
     def _is_only_beginning(self, step_secs: float) -> bool:
         """Tells whether single steps are known to be the smaller part of what is left to train."""
         if self._last_step is None or self._step_secs_before is not None or self._trained_secs < _AUTO_FIRST_SECS:
             return False
         # Preparing calls of two more sizes costs about five times as much as preparing this one did.
-        return self._steps_left * step_secs >= (_GROWTH + _GROWTH**2) * self._cost_secs
+        return self._steps_left * step_secs >= (GROWTH + GROWTH**2) * self._cost_secs
 
     def _pays(self, larger: int, step_secs: float) -> bool:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
-        if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > _AUTO_CALL_SECS:
+        if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > AUTO_CALL_SECS:
             return False
-        if _GROWTH * self._cost_secs > _AUTO_PREPARE_SECS:
+        if GROWTH * self._cost_secs > AUTO_PREPARE_SECS:
             return False
         if self._step_secs_before is None:
             # Most of the time of a single step may be that of its call.
             return True
-        saved = (self._step_secs_before - step_secs) / _GROWTH
-        return saved * self._steps_left >= _GROWTH * self._cost_secs
+        saved = (self._step_secs_before - step_secs) / GROWTH
+        return saved * self._steps_left >= GROWTH * self._cost_secs
 
 
 class WorkerIterators:

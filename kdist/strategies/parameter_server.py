@@ -7,7 +7,8 @@ gradient on its own batch and pushes it; no worker waits for another.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import fetch
+from kdist._compat.tensorflow import function_for_tasks
 from kdist.cluster.spec import Task
 from kdist.config.checks import number_or_auto
 from kdist.config.schema import ParameterServerOptions
@@ -32,6 +34,7 @@ from kdist.strategies.calls import StepLogs, UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.on_store import StoreValues
+from kdist.strategies.prefetch import PrefetchSearch
 from kdist.strategies.prepared_training import PreparedTraining
 
 T = TypeVar("T")
@@ -39,11 +42,7 @@ _Function: TypeAlias = tf.types.experimental.ConcreteFunction
 
 # A second call waits at each worker while the first one runs; more would only occupy the chief's memory.
 _CALLS_IN_FLIGHT_PER_WORKER = 2
-#: A worker computes as many more gradients from the same values.
-_MOST_PREFETCH = 4
-# Less is not worth the staleness.
-_PREFETCH_GAIN = 1.15
-_PREFETCH_WINDOW_SECS = 2.0
+_NUM_EMPTY_CALLS = 3
 
 
 class ParameterServer(ServersStrategy):
@@ -56,7 +55,7 @@ class ParameterServer(ServersStrategy):
         super().__init__(*args, options=options, **kwargs)
         self.batches_per_step = options.local_steps
         self._asked = number_or_auto("strategy.prefetch", options.prefetch, at_least=0)
-        self._tuner: PrefetchTuner | None = None
+        self._search: PrefetchSearch | None = None
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.
         self._idle: set[int] = set()
@@ -107,7 +106,10 @@ class ParameterServer(ServersStrategy):
         super().start(spec)
         self._sizer = self._prepared.sizer()
         if self._asked is None and self._may_wait_long:
-            self._tuner = PrefetchTuner()
+            empty_call_secs = self._empty_call_secs()
+            self._search = PrefetchSearch(spec.steps_per_call, self.num_workers, spec.last_step, empty_call_secs)
+            self._search.begin_at(spec.first_step)
+            self._sizer = self._search
         self._make_calls(self._asked or 0)
 
     @property
@@ -123,15 +125,42 @@ class ParameterServer(ServersStrategy):
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:
+        if (search := self._search) is not None:
+            search.trace_secs = self._calls.trace_secs.get(search.steps_per_call, 0.0)
         super()._observe(num_steps, secs)
-        if self._tuner is None or self.warming_up or not self._sizer.may_prepare_others:
+        if search is None:
             return
-        if self._tuner.observe(num_steps, secs):
+        if search.prefetch != self._calls.num_ahead:
             self.drain()
-            self._make_calls(self._tuner.prefetch)
-        if self._tuner.why:
-            record(Line(f"strategy.prefetch={self._tuner.prefetch}: {self._tuner.why}", "prefetch"), logging.INFO)
-            self._tuner = None
+            self._make_calls(search.prefetch)
+        if search.why:
+            size = search.steps_per_call
+            chosen = f"strategy.prefetch={search.prefetch} train.steps_per_call={size}: {search.why}"
+            record(Line(chosen, "prefetch"), logging.INFO)
+            self._search = None
+
+    def _empty_call_secs(self) -> float:
+        """The seconds of a call in which a worker does nothing: a round trip, and what a call costs on both sides.
+
+        That of the farthest worker: one may be on the host of this process.
+        """
+        coordinator, secs = self._running(), defaultdict[int, list[float]](list)
+
+        def call(worker: int) -> None:
+            begin = time.perf_counter()
+            fetch(empty())
+            secs[worker].append(time.perf_counter() - begin)
+
+        with self._explaining():
+            coordinator.before_tracing()
+            empty = function_for_tasks(lambda: tf.constant(0.0))
+            # The first one sends the function to the worker. A worker that is lost meanwhile makes none.
+            for _ in range(1 + _NUM_EMPTY_CALLS):
+                for worker in self._workers:
+                    coordinator.start_on(worker, call)
+                for _ in self._workers:
+                    coordinator.next_finished()
+        return max(map(min, secs.values()), default=0.0)
 
     def _prepare(self, spec: TrainingSpec) -> PreparedTraining:
         prepared = super()._prepare(spec)
@@ -290,40 +319,3 @@ class ParameterServer(ServersStrategy):
 def _fetched(function: _Function, iterator: Any) -> np.ndarray:
     result: np.ndarray = fetch(function(iterator))
     return result
-
-
-class PrefetchTuner:
-    """Tunes `strategy.prefetch`, when it is `auto`: tries 1, 2 and 4 as long as each is faster than the one before.
-
-    A worker pulls, computes and pushes. Over a slow network it waits most of the time. With a prefetch of 1 it pulls
-    for the next step, and computes it, while the push of the last one is on its way (after PipeDream, Narayanan et al.,
-    2019); every gradient is staler by one update of the same worker.
-
-    Attributes:
-        prefetch: in use now.
-        why: it stays; empty while it may change.
-    """
-
-    def __init__(self) -> None:
-        self.prefetch = 0
-        self.why = ""
-        self._before: float | None = None
-        self._secs, self._steps = 0.0, 0
-
-    def observe(self, num_steps: int, secs: float) -> bool:
-        """Learns from steps of all workers in which nothing was prepared; returns whether `prefetch` has changed."""
-        self._secs, self._steps = self._secs + secs, self._steps + num_steps
-        if self._secs < _PREFETCH_WINDOW_SECS or not self._steps:
-            return False
-        rate = self._steps / self._secs
-        self._secs, self._steps = 0.0, 0
-        if self._before is not None and rate < _PREFETCH_GAIN * self._before:
-            self.prefetch //= 2
-            self.why = "more is not faster"
-            return True
-        self._before = rate
-        if self.prefetch == _MOST_PREFETCH:
-            self.why = "more is not tried"
-            return False
-        self.prefetch = 2 * self.prefetch or 1
-        return True

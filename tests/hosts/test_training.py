@@ -185,9 +185,10 @@ def test_5_ms_each_way(hosts: Hosts) -> None:
 @_LONG
 def test_prefetch_hides_5_ms_each_way(hosts: Hosts) -> None:
     network = hosts.network(4, delay_secs=0.005)
-    rates, staleness = {}, {}
-    for prefetch in (0, 2):
-        options = f"strategy.prefetch={prefetch}", "train.steps_per_call=16", "train.steps=1600", f"run.dir=D{prefetch}"
+    rates, staleness = dict[str, float](), dict[str, float]()
+    for prefetch, size in (("0", "16"), ("2", "16"), ("auto", "auto")):
+        options = f"strategy.prefetch={prefetch}", f"train.steps_per_call={size}", "train.steps=1600"
+        options += (f"run.dir=D{prefetch}",)
         cluster = hosts.cluster(network, four(network), *options)
         cluster.start()
         ended = cluster.end(300)
@@ -195,6 +196,7 @@ def test_prefetch_hides_5_ms_each_way(hosts: Hosts) -> None:
         result = result_of(network.hosts[0].disk / f"D{prefetch}")
         assert result["global_step"] == 1600
         rates[prefetch], staleness[prefetch] = result["steps_per_second"], result["gradients"]["staleness_mean"]
-    assert staleness[2] > staleness[0] + 1
-    assert rates[2] > 1.3 * rates[0]
-    hosts.report(40, f"5 ms each way, prefetch=2: {rates[2] / rates[0]:.1f} times as fast", "trained", ended)
+    assert min(staleness["2"], staleness["auto"]) > staleness["0"] + 1
+    assert min(rates["2"], rates["auto"]) > 1.3 * rates["0"]
+    times = f"{rates['2'] / rates['0']:.1f}, auto: {rates['auto'] / rates['0']:.1f} times as fast"
+    hosts.report(40, f"5 ms each way, prefetch=2: {times}", "trained", ended)

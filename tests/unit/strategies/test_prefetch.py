@@ -13,7 +13,7 @@ from kdist.config.schema import ServerOptions
 from kdist.data.base import iterator_spec, make_dataset
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.calls import UnrolledCalls
-from kdist.strategies.parameter_server import PrefetchTuner
+from kdist.strategies.prefetch import PrefetchSearch
 from kdist.strategies.prepared_training import PreparedTraining, prepare
 
 STEPS, BATCH, ROWS, DIM, RATE = 6, 8, 5, 3, 0.1
@@ -80,25 +80,86 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     np.testing.assert_allclose(found["parameters/out/kernel"], kernel, rtol=1e-5, atol=1e-6)
 
 
-def tried(rates: dict[int, float]) -> tuple[list[int], str]:
-    """What a tuner uses, one after the other, if training is as fast as `rates` says for each; why it ends."""
-    tuner, used = PrefetchTuner(), [0]
-    while not tuner.why:
-        if tuner.observe(round(rates[tuner.prefetch]), 1.0):
-            used.append(tuner.prefetch)
-    return used, tuner.why
+def searched(
+    compute_ms: float,
+    wait_ms: float,
+    call_ms: float,
+    steps_per_call: int | None = None,
+    last_step: int | None = 100_000,
+    cost_secs: float = 0.1,
+    *,
+    for_ever: bool = False,
+) -> tuple[list[tuple[int, int]], str]:
+    """The steps per call and the prefetch that a search uses, one after the other, and why the last ones stay.
+
+    Two workers compute and wait for so long in each step, and a call that does nothing takes `call_ms`.
+    """
+    search = PrefetchSearch(steps_per_call, 2, last_step, call_ms / 1e3)
+    used: list[tuple[int, int]] = []
+    for _ in range(5_000):
+        size, prefetch = search.steps_per_call, search.prefetch
+        if [(size, prefetch)] != used[-1:]:
+            used.append((size, prefetch))
+            search.trace_secs = size * cost_secs / 2
+            search.observe(2 * size, size * cost_secs, warming_up=True)
+        if search.why and not for_ever:
+            break
+        later = max(compute_ms, (compute_ms + wait_ms) / (min(prefetch, size - 1) + 1))
+        secs = (call_ms + compute_ms + wait_ms + (size - 1) * later) / 1e3
+        search.observe(2 * size, secs, warming_up=False)
+    return used, search.why
 
 
 @pytest.mark.parametrize(
-    ("rates", "used", "why"),
+    ("compute_ms", "wait_ms", "used", "why"),
     [
-        ({0: 100, 1: 110}, [0, 1, 0], "more is not faster"),
-        ({0: 100, 1: 190, 2: 200}, [0, 1, 2, 1], "more is not faster"),
-        ({0: 100, 1: 190, 2: 240, 4: 250}, [0, 1, 2, 4, 2], "more is not faster"),
-        ({0: 100, 1: 190, 2: 240, 4: 300}, [0, 1, 2, 4], "more is not tried"),
+        (5, 0, [(1, 0), (64, 4), (64, 0)], "more is not faster"),
+        (10, 10, [(1, 0), (64, 4), (64, 1)], "more is not faster"),
+        (10, 20, [(1, 0), (64, 4), (64, 2)], "more is not faster"),
+        (2, 20, [(1, 0), (64, 4)], "more is not tried"),
     ],
 )
-def test_more_steps_are_begun_as_long_as_each_number_is_faster(
-    rates: dict[int, float], used: list[int], why: str
+def test_as_few_steps_are_begun_ahead_as_hide_the_wait(
+    compute_ms: float, wait_ms: float, used: list[tuple[int, int]], why: str
 ) -> None:
-    assert tried(rates) == (used, why)
+    assert searched(compute_ms, wait_ms, call_ms=12) == (used, why)
+
+
+def test_no_more_is_tried_than_the_round_trip_can_need() -> None:
+    assert searched(10, 3, call_ms=2) == ([(1, 0), (64, 1)], "more is not faster")
+    assert searched(10, 0, call_ms=2) == ([(1, 0), (64, 1), (64, 0)], "more is not faster")
+
+
+@pytest.mark.parametrize(
+    ("given", "wait_ms", "used"),
+    [
+        (16, 20, [(1, 0), (16, 4), (16, 2)]),
+        (16, 0, [(1, 0), (16, 4), (16, 0)]),
+        (1, 20, [(1, 0)]),
+    ],
+)
+def test_steps_per_call_that_are_given_stay(given: int, wait_ms: float, used: list[tuple[int, int]]) -> None:
+    assert searched(10, wait_ms, 12, given)[0] == used
+
+
+def test_calls_that_are_given_are_made_after_some_single_steps() -> None:
+    search = PrefetchSearch(10, 1, 1_000, 0.01)
+    assert search.next_size(100) == 1
+    search.observe(10, 0.3, warming_up=False)
+    assert (search.next_size(100), search.next_size(9), search.prefetch) == (10, 4, 4)
+
+
+@pytest.mark.parametrize(("last_step", "used"), [(30, [(1, 0)]), (120, [(1, 0), (4, 4)]), (1_600, [(1, 0), (16, 4)])])
+def test_calls_are_as_large_as_pays_in_what_is_left_to_train(last_step: int, used: list[tuple[int, int]]) -> None:
+    assert searched(2, 20, 12, last_step=last_step)[0] == used
+
+
+def test_a_run_of_unknown_length_prepares_calls_when_it_has_lasted_as_long() -> None:
+    assert searched(10, 10, 12, last_step=None) == ([(1, 0), (4, 4), (4, 1)], "more is not faster")
+    used = searched(10, 10, 12, last_step=None, for_ever=True)[0]
+    assert used == [(1, 0), (4, 4), (4, 1), (16, 1), (64, 1)]
+
+
+def test_calls_are_neither_long_nor_long_prepared() -> None:
+    assert searched(2, 200, 100)[0][1:] == [(16, 4)]
+    assert searched(2, 20, 12, cost_secs=4.0)[0][1:] == [(4, 4)]
