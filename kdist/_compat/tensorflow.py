@@ -200,13 +200,13 @@ def function_of_its_own(function: Callable[..., Any]) -> Any:
     return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
 
 
-def run_independently(operation: tf.Operation) -> None:
-    """Lets an operation with side effects run beside others of the function that is traced.
+def run_independently(operation: tf.Operation | None) -> None:
+    """Lets an operation with side effects run beside others of the function that is traced; None if it is not traced.
 
     TensorFlow would run all of those that take no resource one after the other, whatever their tasks.
     """
     # There is none in branches and loops, whose operations run in the order of their inputs.
-    if (manager := operation.graph.experimental_acd_manager) is not None:
+    if operation is not None and (manager := operation.graph.experimental_acd_manager) is not None:
         manager.run_independently(operation)
 
 
