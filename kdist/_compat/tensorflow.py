@@ -205,9 +205,8 @@ def run_independently(operation: tf.Operation | None) -> None:
 
     TensorFlow would run all of those that take no resource one after the other, whatever their tasks.
     """
-    # There is none in branches and loops, whose operations run in the order of their inputs.
-    if operation is not None and (manager := operation.graph.experimental_acd_manager) is not None:
-        manager.run_independently(operation)
+    if operation is not None:
+        operation.graph.experimental_acd_manager.run_independently(operation)
 
 
 def offer_python_function(name: str, function: Callable[..., Any]) -> None:

@@ -224,14 +224,13 @@ class LocalCluster(Cluster):
         """Binds tasks as if the cluster had begun in its present shape; the numbers of their threads stay."""
         if sys.platform != "linux":
             return
-        anywhere = os.sched_getaffinity(0)
         for task in self._children.keys() - self._starting - self._joining.keys():
             _, _, cores = share_of_machine(task, self.spec.shape)
             # It may have ended, and a thread of it.
             with suppress(FileNotFoundError):
                 for thread in os.listdir(f"/proc/{self._children[task].pid}/task"):
                     with suppress(ProcessLookupError):
-                        os.sched_setaffinity(int(thread), cores or anywhere)
+                        os.sched_setaffinity(int(thread), cores or usable_cores())
 
     def _launch(self, task: Task, spec: ClusterSpec) -> Child:
         options = TaskOptions(spec.jobs, task.job, task.index, *share_of_machine(task, spec.shape))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import keras
 import tensorflow as tf
 
-from kdist._compat.tensorflow import not_compiled
+from kdist._compat.tensorflow import not_compiled, run_independently
 from kdist.model.embedding_lookup import RowLookups, TableGroup, sum_duplicates
 from kdist.model.phases import Phases
 
@@ -127,6 +127,8 @@ class LookupRounds:
         for g, of_lookups in of_round.items():
             tables = tuple(table for table, _ in of_lookups)
             ids, of_id, sizes[g] = self._join(self._groups[g], tables, [wanted[number] for _, number in of_lookups])
+            # Otherwise each worker of a call would check its ids after the one before.
+            run_independently(ids.op)
             numbers, places = tf.unique(source.number(g, of_id, ids))
             if len(self._groups[g].tables) == 1:
                 # Beside the little that a step of such a model computes, each operation counts.

@@ -397,14 +397,19 @@ class CallSizer:
         self._trained_secs += secs
         self._trained_steps += num_steps
         # Steps may have finished before they were waited for: the duration of one is only known over a longer time.
-        if not self._trained_steps:
-            return
-        step_secs = self._trained_secs / self._trained_steps
+        if self._trained_steps:
+            self._decide(self._trained_secs / self._trained_steps)
+
+    def _decide(self, step_secs: float) -> None:
+        """Takes calls of another size if they are expected to pay; `step_secs` of all workers together."""
         is_known = self._trained_secs >= self._cost_secs or self._is_only_beginning(step_secs)
         if is_known and self._pays(GROWTH * self._auto, step_secs):
-            self._auto *= GROWTH
-            self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
             self._step_secs_before = step_secs
+            self._begin_with(GROWTH * self._auto)
+
+    def _begin_with(self, size: int) -> None:
+        self._auto = size
+        self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
 
     def _is_only_beginning(self, step_secs: float) -> bool:
         """Tells whether single steps are known to be the smaller part of what is left to train."""

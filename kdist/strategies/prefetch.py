@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kdist.strategies.calls import AUTO_CALL_SECS, AUTO_PREPARE_SECS, GROWTH, CallSizer
 
 #: A worker computes as many more gradients from the same values.
@@ -44,7 +46,7 @@ class PrefetchSearch(CallSizer):
         empty_call_secs: what a call takes in which a worker does nothing.
 
     Attributes:
-        trace_secs: what tracing a call of the present size took.
+        trace_secs: what tracing calls took, by their number of steps.
         prefetch: in use now.
         why: it stays; empty while it may change.
     """
@@ -56,22 +58,14 @@ class PrefetchSearch(CallSizer):
         super().__init__(None, num_workers, last_step)
         self._given = steps_per_call
         self._empty_call_secs = empty_call_secs
-        self.trace_secs = 0.0
+        self.trace_secs: Mapping[int, float] = {}
         self.prefetch = 0
         self.why = ""
         #: The times of the first step of a call on a worker, and of each other one, as far as they are known.
         self._first_secs = self._later_secs = 0.0
 
-    def observe(self, num_steps: int, secs: float, *, warming_up: bool) -> None:
-        self._step += num_steps
-        if warming_up:
-            self._cost_secs += secs
-            return
-        self._trained_secs += secs
-        self._trained_steps += num_steps
-        if not self._trained_steps:
-            return
-        step_secs = self._trained_secs / self._trained_steps * self.num_workers
+    def _decide(self, step_secs: float) -> None:
+        step_secs *= self.num_workers
         if self.why:
             if self._last_step is None:
                 # More is expected all the time.
@@ -114,15 +108,15 @@ class PrefetchSearch(CallSizer):
 
     def _take(self, size: int, prefetch: int) -> None:
         if (size, prefetch) != (self.steps_per_call, self.prefetch):
-            self._fixed, self._auto, self.prefetch = self._given, size, prefetch
-            self._cost_secs, self._trained_secs, self._trained_steps = 0.0, 0.0, 0
+            self._fixed, self.prefetch = self._given, prefetch
+            self._begin_with(size)
 
     def _best_size(self) -> int:
         """The steps of a call with which what is left to train takes the least time, its preparation included."""
         if self._given is not None:
             return self._given
         present = self.steps_per_call
-        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self.trace_secs)
+        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self.trace_secs.get(present, 0.0))
         if present == 1:
             of_steps *= _SHARE_OF_STEP
 

@@ -259,7 +259,7 @@ def test_twenty_random_resizes_of_asynchronous_training_read_each_example_once(k
     assert result.gradients.applied == result.global_step == epochs * NUM_IDS // BATCH
     if kills:
         assert killer.number >= 5
-        # Some calls of lost workers are repeated that had been applied.
+        # Some calls of lost workers are repeated that had been applied; the last epoch ends as many steps earlier.
         assert (seen >= epochs - 1).all()
     else:
         assert set(seen) == {float(epochs)}

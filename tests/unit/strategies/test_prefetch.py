@@ -80,6 +80,14 @@ def test_a_gradient_is_of_the_values_before_the_last_updates(prefetch: int, run_
     np.testing.assert_allclose(found["parameters/out/kernel"], kernel, rtol=1e-5, atol=1e-6)
 
 
+def test_the_ids_of_a_step_are_checked_whatever_other_checks_wait_for(run_dir: Path) -> None:
+    """They may be of other workers, in a call on all of them."""
+    training = prepared(run_dir)
+    calls = UnrolledCalls(training.replica_step, store_of(training), iterator_spec(training.trace_dataset()))
+    first, second = (op for op in calls.function(2).graph.get_operations() if op.type == "StatefulPartitionedCall")
+    assert first not in second.control_inputs
+
+
 def searched(
     compute_ms: float,
     wait_ms: float,
@@ -100,7 +108,7 @@ def searched(
         size, prefetch = search.steps_per_call, search.prefetch
         if [(size, prefetch)] != used[-1:]:
             used.append((size, prefetch))
-            search.trace_secs = size * cost_secs / 2
+            search.trace_secs = {size: size * cost_secs / 2}
             search.observe(2 * size, size * cost_secs, warming_up=True)
         if search.why and not for_ever:
             break
