@@ -8,7 +8,6 @@ from kdist.strategies.calls import AUTO_CALL_SECS, AUTO_PREPARE_SECS, GROWTH, Ca
 
 #: A worker computes as many more gradients from the same values.
 _PREFETCHES = (1, 2, 4)
-_MOST_PREFETCH = _PREFETCHES[-1]
 # Less is not worth the staleness.
 _GAIN = 1.15
 #: Rates that differ by less are the same.
@@ -78,9 +77,10 @@ class PrefetchSearch(CallSizer):
 
     def _leave_single_steps(self, step_secs: float) -> None:
         first_secs = max(step_secs - self._empty_call_secs, step_secs / GROWTH)
-        # In an empty call, messages travel to and fro twice, as the values and the gradients of a step do.
+        # In an empty call, messages travel to and fro twice, as the values and the gradients of a step do. These are
+        # longer.
         compute_secs = first_secs - _STEP_WAITS * self._empty_call_secs
-        prefetch = next((p for p in _PREFETCHES if first_secs / (p + 1) <= compute_secs), _MOST_PREFETCH)
+        prefetch = next((p for p in _PREFETCHES if first_secs / (p + 1) <= compute_secs), _PREFETCHES[-1])
         self._first_secs, self._later_secs = first_secs, first_secs / (prefetch + 1)
         size = self._best_size()
         if size > 1:
@@ -99,7 +99,7 @@ class PrefetchSearch(CallSizer):
             prefetch, self._later_secs = 0, self._first_secs
         while prefetch > 1 and self._first_secs / (prefetch // 2 + 1) <= _SAME * self._later_secs:
             prefetch //= 2
-        self.why = "more is not faster" if prefetch < _MOST_PREFETCH else "more is not tried"
+        self.why = "more is not faster" if prefetch < self.prefetch else "more is not tried"
         # Fresher gradients alone do not repay the time in which nothing is trained.
         if prefetch < self.prefetch and self._steps_left * step_secs / self.num_workers < GROWTH * self._cost_secs:
             self.why = "too little is left to train for another number"
@@ -108,7 +108,8 @@ class PrefetchSearch(CallSizer):
 
     def _take(self, size: int, prefetch: int) -> None:
         if (size, prefetch) != (self.steps_per_call, self.prefetch):
-            self._fixed, self.prefetch = self._given, prefetch
+            # Fixed, also near the end: preparing smaller calls would take longer than a worker waits for the others.
+            self._fixed, self.prefetch = size, prefetch
             self._begin_with(size)
 
     def _best_size(self) -> int:

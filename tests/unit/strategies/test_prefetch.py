@@ -134,7 +134,7 @@ def test_as_few_steps_are_begun_ahead_as_hide_the_wait(
 
 
 def test_no_more_is_tried_than_the_round_trip_can_need() -> None:
-    assert searched(10, 3, call_ms=2) == ([(1, 0), (64, 1)], "more is not faster")
+    assert searched(10, 3, call_ms=2) == ([(1, 0), (64, 1)], "more is not tried")
     assert searched(10, 0, call_ms=2) == ([(1, 0), (64, 1), (64, 0)], "more is not faster")
 
 
@@ -155,6 +155,13 @@ def test_calls_that_are_given_are_made_after_some_single_steps() -> None:
     assert search.next_size(100) == 1
     search.observe(10, 0.3, warming_up=False)
     assert (search.next_size(100), search.next_size(9), search.prefetch) == (10, 4, 4)
+
+
+def test_no_smaller_calls_are_prepared_near_the_end() -> None:
+    search = PrefetchSearch(None, 4, 2_000, 0.01)
+    search.observe(10, 0.3, warming_up=False)
+    assert search.steps_per_call > 1
+    assert search.next_size(search.steps_per_call) == search.steps_per_call
 
 
 @pytest.mark.parametrize(("last_step", "used"), [(30, [(1, 0)]), (120, [(1, 0), (4, 4)]), (1_600, [(1, 0), (16, 4)])])
