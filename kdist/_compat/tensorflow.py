@@ -257,6 +257,16 @@ class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):
         super().__init__(devices)
 
 
+def let_idle_threads_sleep() -> None:
+    """Lets threads that have nothing to do sleep at once: TensorFlow's look for work for a while before.
+
+    To be called before its first op in a process.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.disable_thread_spinning = True
+    context.context()._config = config
+
+
 def serve_collectives(index: int, address: str) -> None:
     """Starts this process's server for collectives, by which it can reduce among itself alone until it joins others.
 

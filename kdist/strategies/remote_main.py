@@ -64,12 +64,16 @@ def _work(given: Mapping[str, Any], task: Task, pipe: Connection) -> None:
     with quick_import():
         import tensorflow as tf
 
+        from kdist._compat.tensorflow import let_idle_threads_sleep
         from kdist.strategies.mirrored import make_logical_cpus
         from kdist.strategies.rounds import join_all
 
     gc.freeze()
     tf.config.threading.set_intra_op_parallelism_threads(given["intra_op_threads"])
     tf.config.threading.set_inter_op_parallelism_threads(given["inter_op_threads"])
+    if given["cores"]:
+        # It has one core, from which a thread that looks for work would keep the others.
+        let_idle_threads_sleep()
     packed = Path(given["request"]).read_bytes()
     if given["num_cpus"]:
         make_logical_cpus(given["num_cpus"])
