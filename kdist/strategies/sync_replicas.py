@@ -561,7 +561,7 @@ class SyncReplicas(ServersStrategy):
         return 0 if self._in_flight is None else self._in_flight.size
 
     def _let_go(self) -> None:
-        self._lockstep = None
+        self._lockstep = self._in_flight = None
         self._gradient = None
         self._applies.clear()
         with suppress(AttributeError):
