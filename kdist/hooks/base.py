@@ -31,9 +31,9 @@ A hook that prints the loss every 500 steps:
         def due_in(self, step):
             return 500 - step % 500
 
-Workers of parameter servers keep training while hooks run. `session.read`, `session.write` and `session.save` wait
-until no step is in flight, so a hook reads consistent values, but they may be a few steps past `values.global_step`. A
-hook that needs the values of exactly that step overrides `idle_in`.
+Asynchronous workers keep training while hooks run. `session.read`, `session.write` and `session.save` wait until no
+step is in flight, so a hook reads consistent values, but they may be a few steps past `values.global_step`. A hook that
+needs the values of exactly that step overrides `idle_in`.
 """
 
 from __future__ import annotations
@@ -243,6 +243,6 @@ class Hook:
         """Returns the number of steps that may start after `step` before none may be in flight; None: any number.
 
         Only a hook that needs the values of an exact step overrides it, usually by `return self.due_in(step)`:
-        workers then wait for the hook.
+        asynchronous workers then wait for the hook.
         """
         return None

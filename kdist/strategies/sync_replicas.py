@@ -13,9 +13,8 @@ have to be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, SupportsInt
@@ -80,23 +79,6 @@ class Quorum:
 Gradient = tuple[Contribution, np.ndarray]
 
 
-@dataclass(frozen=True)
-class LockstepCall:
-    """A call on all tasks that is in flight.
-
-    Attributes:
-        outcome: the packed logs of each worker.
-        size: the number of steps.
-        workers: that take part.
-        is_first: whether it is the first one of its size.
-    """
-
-    outcome: Future[list[np.ndarray]]
-    size: int
-    workers: Sequence[int]
-    is_first: bool
-
-
 class SyncReplicas(ServersStrategy):
     """Synchronous parameter servers with backup workers. Args: as of `ServersStrategy`."""
 
@@ -118,13 +100,9 @@ class SyncReplicas(ServersStrategy):
         #: A call of one gradient, and applications of the mean of so many; traced when they are first needed.
         self._gradient: tf.types.experimental.ConcreteFunction | None = None
         self._applies: dict[int, tf.types.experimental.ConcreteFunction] = {}
-        #: The calls on all tasks, traced when no worker is missing; how often they were made anew; the one in flight.
+        #: The calls on all tasks, traced when no worker is missing.
         self._lockstep: InGraphSyncCalls | None = None
-        self._num_lockstep = 0
-        self._in_flight: LockstepCall | None = None
-        #: True if each worker is to compute the next gradient by itself, to show an error of its own, or that it has no
-        #: more data.
-        self._is_apart = False
+        self._in_lockstep = False
         #: True if a step applies gradients more than once.
         self._has_phases = False
         #: The losses of workers when the last of these calls started.
@@ -195,45 +173,37 @@ class SyncReplicas(ServersStrategy):
         return prepared
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
-        logs = None
-        while logs is None:
-            if self._in_flight is None:
-                if interrupted() or not self._has_data():
-                    return None
-                self._needed()
-                if not self._may_begin_lockstep:
-                    self._is_apart = False
-                    return self._one_update()
-                self._begin_lockstep(may_begin)
-            logs = self._in_flight_logs()
-        # No task waits while hooks run.
-        may_begin -= logs.num_steps
-        if may_begin > 0 and not interrupted() and self._has_data() and self._may_begin_lockstep:
-            self._begin_lockstep(may_begin)
-        return logs
-
-    def _has_data(self) -> bool:
-        """Gives workers their next splits; false if all of them wait for one."""
+        if interrupted():
+            return None
         if self._splits is not None:
             if self._splits.look():
                 self._finished.clear()
             if self._splits.are_endless:
                 self._assign_splits(self._splits)
             if self._finished and not self._active():
-                return False
-        return True
-
-    @property
-    def _may_begin_lockstep(self) -> bool:
-        """True if a call on all tasks may be next."""
-        if self._has_phases:
-            # Between two phases no worker can be replaced by another one.
-            return True
-        if self._splits is not None and not self._splits.are_endless:
-            # The call would end for all workers when one has no other split.
-            return False
-        is_anyone_missing = len(self._active()) < self._shape.num_workers
-        return self._quorum.needs_everyone and not (self._busy or self._is_apart or is_anyone_missing)
+                return None
+        self._needed()
+        everyone = self._quorum.needs_everyone and len(self._active()) == self._shape.num_workers and not self._busy
+        # With splits that may end, a call on all tasks would end for all of them when one has no other split.
+        everyone = everyone and (self._splits is None or self._splits.are_endless)
+        # Between two phases no worker can be replaced by another one.
+        if everyone or self._has_phases:
+            try:
+                if (logs := self._lockstep_call(may_begin)) is not None:
+                    return logs
+            except tf.errors.CancelledError as error:
+                if self._has_phases:
+                    raise
+                # Sometimes that is all that is left of the error of a worker; by itself, it reports its own.
+                self._recover_lockstep(error)
+            except tf.errors.OpError as error:
+                if not may_be_lost(error):
+                    raise
+                self._recover_lockstep(error)
+                return self._next_logs(may_begin, interrupted)
+            if self._has_phases:
+                raise TaskError("a worker", no_batch())
+        return self._one_update()
 
     def _assign_splits(self, splits: Splits) -> None:
         """Gives each idle worker a split before any of them reads, so that as many as possible have one."""
@@ -243,17 +213,16 @@ class SyncReplicas(ServersStrategy):
             except NothingToRead:
                 self._finished.add(worker)
 
-    def _begin_lockstep(self, remaining: int) -> None:
-        """Begins a call on all tasks; none if a task is lost, or a worker has no data, so that others go on without it.
+    def _lockstep_call(self, remaining: int) -> StepLogs | None:
+        """Runs a call on all tasks; None if a worker has no data, so that the others have to continue without it.
 
         Raises:
-            ClusterError: see `_recover_lockstep`.
+            tf.errors.OpError: a task is lost.
         """
-        coordinator, workers, splits = self._running(), self._active(), self._splits
-        # Read while nothing is in flight.
-        self._present_step()
+        coordinator, workers = self._running(), self._active()
+        step = self._present_step()
         if self._lockstep is None:
-            self._num_lockstep += 1
+            self.warming_up = True
             self._lockstep = InGraphSyncCalls(
                 self._prepared.replica_step,
                 self._store,
@@ -263,70 +232,36 @@ class SyncReplicas(ServersStrategy):
                 {worker: self._share(worker) for worker in workers},
             )
         self._num_lost_before = coordinator.num_lost
-        size = self._sizer.next_size(remaining)
+        size, splits = self._sizer.next_size(remaining), self._splits
         if splits is not None:
             whole = min((splits.batches_left(w) or 0) // self._share(w) for w in workers)
             if not whole:
                 # At the end of an epoch, a worker has less than its share of a step.
-                self._is_apart = True
-                return
+                return None
             size = self._sizer.next_size(min(whole, remaining))
             for worker in workers:
                 self._iterators.change_split(worker, splits)
-        is_first = not self._lockstep.traced(size)
-        with self._recovering_lockstep():
-            iterators = self._iterators.of_all(workers, coordinator, splits)
-            function = self._traced(self._lockstep, size)
-            begun = coordinator.start(
-                lambda: [fetch(logs) for logs in function(iterators)], ("lockstep", self._num_lockstep, size)
-            )
-            self._in_flight = LockstepCall(begun, size, workers, is_first)
-
-    def _in_flight_logs(self) -> StepLogs | None:
-        if (call := self._in_flight) is None:
-            return None
-        with self._recovering_lockstep():
-            packed = self._running().wait_for(call.outcome, is_call=True)
-            return self._end_lockstep(call, packed)
-        return None
-
-    def _end_lockstep(self, call: LockstepCall, packed: Sequence[np.ndarray]) -> StepLogs:
-        self._in_flight = None
-        # It was prepared on each task, which takes longer than tracing it.
-        self.warming_up |= call.is_first
-        shares = {worker: GradientCounts(accepted=self._share(worker)) for worker in call.workers}
-        for worker, counts in shares.items():
-            self._iterators.has_read(worker, self._splits, call.size * counts.accepted)
-        self._failures = 0
-        self._losses.clear()
-        self._step = self._present_step() + call.size
-        logs = self._logs.join([self._logs.unpack(row) for row in packed])
-        return replace(logs, gradient_counts=(shares,) * call.size)
-
-    @contextmanager
-    def _recovering_lockstep(self) -> Iterator[None]:
-        """Ends when a call on all tasks failed and training can continue."""
+        iterators = self._iterators.of_all(workers, coordinator, splits)
+        function = self._traced(self._lockstep, size)
+        self._in_lockstep = True
         try:
-            yield
+            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)], is_call=True)
         except tf.errors.OutOfRangeError:
             # The call cancelled the reads of the workers that have data, which ends their iterators.
-            self._in_flight = None
             self._iterators.clear()
-            if self.values.global_step() != self._step:
+            self._in_lockstep = False
+            if self.values.global_step() != step:
                 raise
-            if self._has_phases:
-                raise TaskError("a worker", no_batch()) from None
-            self._is_apart = True
-        except tf.errors.CancelledError as error:
-            if self._has_phases:
-                raise
-            # Sometimes that is all that is left of the error of a worker; by itself, it reports its own.
-            self._recover_lockstep(error)
-            self._is_apart = True
-        except tf.errors.OpError as error:
-            if not may_be_lost(error):
-                raise
-            self._recover_lockstep(error)
+            return None
+        self._in_lockstep = False
+        for worker in workers:
+            self._iterators.has_read(worker, splits, size * self._share(worker))
+        self._failures = 0
+        self._losses.clear()
+        self._step = step + size
+        logs = self._logs.join([self._logs.unpack(row) for row in packed])
+        shares = {worker: GradientCounts(accepted=self._share(worker)) for worker in workers}
+        return replace(logs, gradient_counts=(shares,) * size)
 
     def _recover_lockstep(self, error: tf.errors.OpError) -> None:
         """Finds out which task is lost after a call on all tasks failed, and how much of the call was applied.
@@ -343,7 +278,7 @@ class SyncReplicas(ServersStrategy):
         # A worker whose host does not respond is soon lost, or continues: then all of them try again.
         coordinator.wait_for_silent()
         coordinator.examine()
-        self._in_flight = None
+        self._in_lockstep = False
         if coordinator.num_lost == self._num_lost_before:
             self._failures += 1
             if self._failures > _TRIES:
@@ -473,7 +408,7 @@ class SyncReplicas(ServersStrategy):
     def _cancel_calls(self) -> None:
         super()._cancel_calls()
         self._busy.clear()
-        self._in_flight = None
+        self._in_lockstep = False
         if not self._watched(self._store.counters.is_consistent):
             raise ClusterError("training was interrupted in the middle of an update")
 
@@ -553,15 +488,10 @@ class SyncReplicas(ServersStrategy):
 
     @property
     def _in_call(self) -> bool:
-        return bool(self._busy) or self._in_flight is not None
-
-    @property
-    def _num_in_flight(self) -> int:
-        # Single gradients are not steps yet.
-        return 0 if self._in_flight is None else self._in_flight.size
+        return bool(self._busy) or self._in_lockstep
 
     def _let_go(self) -> None:
-        self._lockstep = self._in_flight = None
+        self._lockstep = None
         self._gradient = None
         self._applies.clear()
         with suppress(AttributeError):

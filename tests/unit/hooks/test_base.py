@@ -11,7 +11,7 @@ from kdist.hooks import StopAtStep, base
 
 def test_the_example_hook_prints_a_line_at_multiples_of_500_steps() -> None:
     text = str(base.__doc__)
-    example = text[text.index("    class PrintLoss") : text.index("Workers of parameter servers keep")]
+    example = text[text.index("    class PrintLoss") : text.index("Asynchronous workers keep")]
     names: dict[str, Any] = {"kdist": kdist}
     exec(textwrap.dedent(example), names)
     printed: list[str] = []
