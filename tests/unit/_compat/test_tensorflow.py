@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import environment
+from tensorflow.python.eager import context
 
 from kdist._compat import tensorflow as compat
 
@@ -173,3 +174,10 @@ def test_a_python_function_is_called_by_the_name_under_which_a_process_offers_it
         lambda number: tf.raw_ops.PyFunc(input=[number], token="tests.double", Tout=[tf.int64])[0]
     )
     assert [int(number) for number in dataset] == [0, 2, 4]
+
+
+def test_idle_threads_sleep_in_the_config_that_tensorflow_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context.context(), "_config", None)
+    assert not context.context().config.experimental.disable_thread_spinning
+    compat.let_idle_threads_sleep()
+    assert context.context().config.experimental.disable_thread_spinning
