@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ _CREATOR_OF_FUNCTIONS = 50
 # A server frees what a chief has there when the chief was silent for so long by the server's clock, which may be set:
 # TensorFlow's 10 minutes are not enough. A day bounds what a worker keeps that was cut off and came back.
 _KEEP_ALIVE_SECS = 86_400
+#: Names of functions that nothing uses any more, and that tasks still have to remove.
+_unused_functions: deque[str] = deque()
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
@@ -98,6 +101,26 @@ def send_to_joining_tasks(function: tf.types.experimental.ConcreteFunction) -> I
     finally:
         for definition in definitions.values():
             own.add_function_def(definition)
+
+
+@contextmanager
+def keep_unused_functions() -> Iterator[None]:
+    """Removes the functions that become unused in this context only by `remove_unused_functions`, and at its end.
+
+    The thread that frees a function waits until every connected task has removed it, with Python's lock. So a host that
+    fell silent would stop this process for 20 seconds, and a task that is stopped, for ever.
+    """
+    try:
+        with replaced(context.context(), remove_function=_unused_functions.append):
+            yield
+    finally:
+        remove_unused_functions()
+
+
+def remove_unused_functions() -> None:
+    """Removes the functions that became unused, also from the connected tasks, all of which have to respond."""
+    while _unused_functions:
+        type(context.context()).remove_function(context.context(), _unused_functions.popleft())
 
 
 def _may_be_sent(captured: Any) -> bool:

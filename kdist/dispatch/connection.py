@@ -35,8 +35,8 @@ _ENVIRONMENT = {
     "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False",
     "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY": "True",
 }
-#: Closing it restores what was there before.
-_environment = ExitStack()
+#: What holds while this process is connected; closing it restores what was there before.
+_connected = ExitStack()
 #: Where this process serves, once it was connected: its newest address, and the network interface.
 _served: list[tuple[str, str | None]] = []
 
@@ -87,7 +87,7 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
         own_address = served
     before = tf_compat.server_def()
     addresses = [own_address, *(address for job in spec.jobs for address in spec.job_tasks(job))]
-    _environment.enter_context(environment_with(_ENVIRONMENT | without_proxy(addresses)))
+    _connected.enter_context(environment_with(_ENVIRONMENT | without_proxy(addresses)))
     probe = tf.Variable(0, trainable=False)
     # A copy: the spec keeps what it returns.
     cluster = tf.train.ClusterDef()
@@ -107,8 +107,9 @@ def connect(spec: tf.train.ClusterSpec, own_address: str, *, any_port: bool = Fa
         (tf_compat.set_server_def if served is None else tf_compat.update_server_def)(definition)
     except tf.errors.OpError:
         tf_compat.forget_server_def(None if served is None else before)
-        _environment.close()
+        _connected.close()
         raise
+    _connected.enter_context(tf_compat.keep_unused_functions())
     if served is None:
         sockets.bind_port(int(own_address.rpartition(":")[2]))
         _served[:] = [(own_address, sockets.bound_to())]
@@ -150,18 +151,19 @@ def reconnect(spec: tf.train.ClusterSpec, without: Collection[Task]) -> None:
     except tf.errors.OpError:
         tf_compat.forget_server_def(before)
         raise
+    tf_compat.remove_unused_functions()
 
 
 def disconnect() -> None:
     """Makes this process forget all tasks. Without it, a later `Model.fit` of plain Keras waits for them for ever."""
-    _environment.close()
     tf_compat.forget_copies_for_tasks()
-    alone = tf_compat.server_def()
-    if alone is None:
-        return
-    alone.ClearField("cluster_device_filters")
-    _replace_jobs(alone, [])
-    tf_compat.update_server_def(alone)
+    with _connected:
+        alone = tf_compat.server_def()
+        if alone is None:
+            return
+        alone.ClearField("cluster_device_filters")
+        _replace_jobs(alone, [])
+        tf_compat.update_server_def(alone)
 
 
 #: The jobs that each job sends tensors to, besides this process. Values move from server to server.

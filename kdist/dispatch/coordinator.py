@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import call_in_turn, first_calls
-from kdist._compat.tensorflow import QuietExecutor, executor_scope
+from kdist._compat.tensorflow import QuietExecutor, executor_scope, remove_unused_functions
 from kdist.cluster.spec import Task
 from kdist.dispatch.call_queue import Call, Calls, Disabled
 from kdist.dispatch.connection import compute_device, connect, disconnect, reconnect
@@ -231,6 +231,8 @@ class Coordinator:
     def before_tracing(self) -> None:
         """Makes sure that every connected task responds: a new function is sent to all of them.
 
+        Unused functions are removed from them.
+
         TensorFlow waits for a stopped task without a limit, and nothing else of this process runs in the meantime.
 
         Raises:
@@ -240,6 +242,7 @@ class Coordinator:
             self.wait_for_silent()
             silent, _ = self._ask()
             if not silent:
+                remove_unused_functions()
                 return
             self._replace(silent, f"did not respond within {_ANSWER_SECS:g} s")
             self.check_tasks()

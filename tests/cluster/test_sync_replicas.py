@@ -1,7 +1,9 @@
 """Synchronous updates on real TensorFlow servers: who is waited for, what is dropped, what becomes of a quorum."""
 
+import gc
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import delayed, result_of, tags_of, toy_batches, toy_data
+from tensorflow.python.eager import context as tf_context
 
 import kdist
 from kdist._compat.first_call_lock import first_calls
@@ -156,6 +159,45 @@ def test_a_backup_worker_takes_the_place_of_one_that_is_killed(run_dir: Path, mo
     # No fetch began while the connection changed.
     assert was_alone
     assert all(was_alone)
+
+
+class FreesAFunction(Hook):
+    """Frees a function while a worker is stopped, and trains on."""
+
+    def __init__(self) -> None:
+        self.state, self.was_kept, self.is_kept = "", False, True
+
+    def after_run(self, context: Any, values: Any) -> None:
+        if values.global_step != 10:
+            return
+        unused = tf.function(lambda: tf.constant(1)).get_concrete_function()
+        strategy, name = context.session.strategy, unused.name
+        (worker,) = (pid for task, pid in strategy.pids.items() if str(task) == "worker:1")
+        # A thread of this process could not continue it: it would wait for Python's lock.
+        later = subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {worker}"])
+        os.kill(worker, signal.SIGSTOP)
+        del unused
+        gc.collect()
+        self.state = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+        os.kill(worker, signal.SIGCONT)
+        later.terminate()
+        later.wait()
+        self.was_kept = tf_context.context().has_function(name)
+        strategy._running().before_tracing()
+        self.is_kept = tf_context.context().has_function(name)
+
+    def due_in(self, step: int) -> int | None:
+        return 10 - step if step < 10 else None
+
+
+def test_a_function_that_is_freed_waits_for_no_worker_that_is_stopped(run_dir: Path) -> None:
+    x, y = toy_data()
+    hook = FreesAFunction()
+    trainer = kdist.Trainer(models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, hooks=[hook])
+    trainer.fit(x, y, batch_size=8, steps=20, verbose=0)
+    assert hook.state == "T"
+    # All tasks remove it when all of them respond.
+    assert (hook.was_kept, hook.is_kept) == (True, False)
 
 
 def test_a_torn_update_sends_training_back_to_the_newest_checkpoint(
