@@ -208,12 +208,12 @@ class Calls(abc.ABC):
     """
 
     trace_secs: dict[int, float] = field(default_factory=dict, init=False)
-    _functions: dict[int, Callable[..., Any]] = field(default_factory=dict, init=False)
+    _functions: dict[int, tf.types.experimental.ConcreteFunction] = field(default_factory=dict, init=False)
 
     def traced(self, num_steps: int) -> bool:
         return num_steps in self._functions
 
-    def function(self, num_steps: int) -> Callable[..., Any]:
+    def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
         if num_steps not in self._functions:
             began = time.perf_counter()
             self._functions[num_steps] = self._trace(num_steps)
@@ -221,7 +221,7 @@ class Calls(abc.ABC):
         return self._functions[num_steps]
 
     @abc.abstractmethod
-    def _trace(self, num_steps: int) -> Callable[..., Any]: ...
+    def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction: ...
 
 
 @dataclass(eq=False)
@@ -243,7 +243,7 @@ class UnrolledCalls(Calls):
     def __post_init__(self) -> None:
         self.logs = CallLogs(self.replica_step)
 
-    def _trace(self, num_steps: int) -> Callable[..., Any]:
+    def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
         compute = own_step(self.replica_step, self.store, self.local_steps)
 
         def call(iterator: Any) -> tf.Tensor:

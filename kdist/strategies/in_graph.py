@@ -44,7 +44,7 @@ class InGraphSyncCalls(Calls):
     #: A self-contained step of a worker, traced once for all of them in each call.
     _worker_function: Callable[..., Any] | None = field(default=None, init=False)
 
-    def _trace(self, num_steps: int) -> Callable[..., Any]:
+    def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
         specs = [self.iterator_spec] * len(self.shares)
         return tf.function(partial(self._run_steps, num_steps), autograph=False).get_concrete_function(specs)
 

@@ -437,7 +437,7 @@ class ServersStrategy(StoreStrategy):
         """True if a discarded call may still be running on the tasks."""
         return self._num_in_flight > 0
 
-    def _traced(self, calls: Calls, size: int) -> Callable[..., Any]:
+    def _traced(self, calls: Calls, size: int) -> tf.types.experimental.ConcreteFunction:
         """The call of so many steps, or of so many gradients."""
         if not calls.traced(size):
             self._before_tracing()

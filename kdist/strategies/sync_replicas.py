@@ -245,7 +245,9 @@ class SyncReplicas(ServersStrategy):
         function = self._traced(self._lockstep, size)
         self._in_lockstep = True
         try:
-            packed = coordinator.watch(lambda: [fetch(logs) for logs in function(iterators)], is_call=True)
+            packed = coordinator.watch(
+                lambda: [fetch(logs) for logs in function(iterators)], function.name, is_call=True
+            )
         except tf.errors.OutOfRangeError:
             # The call cancelled the reads of the workers that have data, which ends their iterators.
             self._iterators.clear()
@@ -470,7 +472,7 @@ class SyncReplicas(ServersStrategy):
 
             self._applies[size] = tf.function(apply_mean, autograph=False).get_concrete_function([specs] * size)
         apply = self._applies[size]
-        return int(self._watched(lambda: apply(contributions).numpy(), ("apply", size)))
+        return int(self._watched(lambda: apply(contributions).numpy(), apply.name))
 
     def _begins_at(self, worker: int) -> int:
         return self._step or 0

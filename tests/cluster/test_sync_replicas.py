@@ -310,10 +310,13 @@ def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monke
             return function(calls, num_steps)
         cancelled.append(num_steps)
 
-        def call(_iterators: Any) -> Any:
-            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+        class Cancelled:
+            name = b"cancelled"
 
-        return call
+            def __call__(self, _iterators: Any) -> Any:
+                raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled.")
+
+        return Cancelled()
 
     monkeypatch.setattr(in_graph.InGraphSyncCalls, "function", cancel_once)
     x, y = toy_data()
