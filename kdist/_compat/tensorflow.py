@@ -40,8 +40,8 @@ _CREATOR_OF_FUNCTIONS = 50
 # A server frees what a chief has there when the chief was silent for so long by the server's clock, which may be set:
 # TensorFlow's 10 minutes are not enough. A day bounds what a worker keeps that was cut off and came back.
 _KEEP_ALIVE_SECS = 86_400
-#: Names of functions that nothing uses any more, and that tasks still have to remove.
-_unused_functions: deque[str] = deque()
+#: Names of functions that nothing uses any more, and that tasks still have.
+unused_functions: deque[str] = deque()
 #: Captured tensors and their copies for the tasks of the present cluster, by the id of the tensor.
 _copies_for_tasks: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 _key_bases = itertools.count(0, 1000)
@@ -111,7 +111,7 @@ def keep_unused_functions() -> Iterator[None]:
     fell silent would stop this process for 20 seconds, and a task that is stopped, for ever.
     """
     try:
-        with replaced(context.context(), remove_function=_unused_functions.append):
+        with replaced(context.context(), remove_function=unused_functions.append):
             yield
     finally:
         remove_unused_functions()
@@ -119,8 +119,8 @@ def keep_unused_functions() -> Iterator[None]:
 
 def remove_unused_functions() -> None:
     """Removes the functions that became unused, also from the connected tasks, all of which have to respond."""
-    while _unused_functions:
-        type(context.context()).remove_function(context.context(), _unused_functions.popleft())
+    while unused_functions:
+        type(context.context()).remove_function(context.context(), unused_functions.popleft())
 
 
 def _may_be_sent(captured: Any) -> bool:

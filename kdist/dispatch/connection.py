@@ -27,6 +27,8 @@ from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 
 _JOB = "localhost"
+#: The name of the CPU of this process in functions that use tasks.
+OWN_DEVICE = f"/job:{_JOB}/replica:0/task:0/device:CPU:0"
 #: What TensorFlow reads when it connects and while it is connected.
 _ENVIRONMENT = {
     # Tasks that are connected all serve already: one that is gone is an error, and not something to wait for.

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kdist._compat.first_call_lock import call_in_turn, first_calls
-from kdist._compat.tensorflow import QuietExecutor, executor_scope, remove_unused_functions
+from kdist._compat.tensorflow import QuietExecutor, executor_scope, remove_unused_functions, unused_functions
 from kdist.cluster.spec import Task
 from kdist.dispatch.call_queue import Call, Calls, Disabled
 from kdist.dispatch.connection import compute_device, connect, disconnect, reconnect
@@ -37,6 +37,8 @@ _CHECK_SECS = 0.5
 _ANSWER_SECS = 10.0
 _ABANDON_SECS = 2.0
 _TRIES = 3
+#: Functions that nothing uses, and that tasks keep until a new one is traced. Validation makes some each time.
+_UNUSED_FUNCTIONS = 100
 
 #: TensorFlow's errors when a task is lost, when another one has its address, and when it dropped a call of a lost one.
 OUT_OF_REACH = (
@@ -302,6 +304,8 @@ class Coordinator:
                 # If it is another process by now, its next call shows it.
                 self._away.discard(worker)
                 self.calls.enable(worker, Disabled.FAILED)
+        if len(unused_functions) > _UNUSED_FUNCTIONS and self.all_answer():
+            remove_unused_functions()
 
     def wait_a_moment(self, at_most: float) -> None:
         """Gives workers a moment, at most so many seconds, to return; `CallsCancelled` if training is to end."""

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.cluster.spec import Task
 from kdist.data.base import next_of
-from kdist.dispatch.connection import compute_device
+from kdist.dispatch.connection import OWN_DEVICE, compute_device
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
@@ -28,7 +28,7 @@ from kdist.strategies.calls import CallLogs, Calls
 
 @dataclass(eq=False)
 class InGraphSyncCalls(Calls):
-    """Calls of all workers: list of iterators -> the packed logs of each worker, see `CallLogs.pack`.
+    """Calls of all workers: list of iterators -> the packed logs of each worker, here, see `CallLogs.pack`.
 
     Attributes:
         iterator_spec: type of the iterators over `(batch, seeds)`, one per worker.
@@ -61,7 +61,9 @@ class InGraphSyncCalls(Calls):
                 # Nothing is ever stale here.
                 staleness = tf.zeros([num_steps], tf.int64)
                 packed.append(self.logs.pack(staleness, rows[worker]))
-        return packed
+        # Fetching them afterwards would take a round trip for each worker.
+        with tf.device(OWN_DEVICE):
+            return [tf.identity(logs) for logs in packed]
 
     def _run_same_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""

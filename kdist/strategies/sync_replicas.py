@@ -246,7 +246,7 @@ class SyncReplicas(ServersStrategy):
         self._in_lockstep = True
         try:
             packed = coordinator.watch(
-                lambda: [fetch(logs) for logs in function(iterators)], function.name, is_call=True
+                lambda: [logs.numpy() for logs in function(iterators)], function.name, is_call=True
             )
         except tf.errors.OutOfRangeError:
             # The call cancelled the reads of the workers that have data, which ends their iterators.
