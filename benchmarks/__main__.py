@@ -51,7 +51,12 @@ def race(entries: Iterable[Entry], *, rounds: int, turn_secs: float) -> dict[str
             contender.stop()
         for _ in range(rounds):
             for contender in random.sample(contenders, len(contenders)):
-                turns[contender.entry.key].append(contender.take_turn(turn_secs))
+                try:
+                    turns[contender.entry.key].append(contender.take_turn(turn_secs))
+                except RuntimeError as error:
+                    # The others have not raced in vain.
+                    print(f"left out: {error}", file=sys.stderr, flush=True)
+                    contenders.remove(contender)
         for contender in contenders:
             outcome[contender.entry.key] = summary(contender, turns[contender.entry.key])
     for key, row in outcome.items():

@@ -128,15 +128,20 @@ class Contender:
             process.suspend()
 
     def take_turn(self, secs: float) -> Turn:
-        """Lets it train for `secs` seconds."""
-        if self._process.poll() is not None:
-            raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}")
-        for process in reversed(self._processes()):
-            process.resume()
-        time.sleep(_SETTLE_SECS)
-        turn = self._window(secs)
-        self.pause()
-        return turn
+        """Lets it train for `secs` seconds.
+
+        Raises:
+            RuntimeError: it has ended; with the end of its log.
+        """
+        try:
+            for process in reversed(self._processes()):
+                process.resume()
+            time.sleep(_SETTLE_SECS)
+            turn = self._window(secs)
+            self.pause()
+            return turn
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}") from None
 
     def memory_mib(self) -> dict[str, float]:
         """Memory of its processes in MiB: the largest and the sum; pages that several share count in parts."""
