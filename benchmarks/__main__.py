@@ -38,17 +38,16 @@ def race(entries: Iterable[Entry], *, rounds: int, turn_secs: float) -> dict[str
         for entry in entries:
             try:
                 contender = Contender(entry).start()
+                stack.callback(contender.stop)
+                print(f"  started {entry.key} in {contender.start_secs:.1f} s", flush=True)
+                turns[entry.key] = []
+                if entry.can_rest:
+                    contenders.append(contender)
+                    continue
+                outcome[entry.key] = summary(contender, [contender.take_turn(turn_secs) for _ in range(rounds)])
+                contender.stop()
             except RuntimeError as error:
                 print(f"left out: {error}", file=sys.stderr, flush=True)
-                continue
-            stack.callback(contender.stop)
-            print(f"  started {entry.key} in {contender.start_secs:.1f} s", flush=True)
-            turns[entry.key] = []
-            if entry.can_rest:
-                contenders.append(contender)
-                continue
-            outcome[entry.key] = summary(contender, [contender.take_turn(turn_secs) for _ in range(rounds)])
-            contender.stop()
         for _ in range(rounds):
             for contender in random.sample(contenders, len(contenders)):
                 try:

@@ -133,15 +133,15 @@ class Contender:
         Raises:
             RuntimeError: it has ended; with the end of its log.
         """
-        try:
+        with suppress(FileNotFoundError, psutil.NoSuchProcess):
             for process in reversed(self._processes()):
                 process.resume()
             time.sleep(_SETTLE_SECS)
             turn = self._window(secs)
             self.pause()
-            return turn
-        except (FileNotFoundError, psutil.NoSuchProcess):
-            raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}") from None
+            if self._process.poll() is None:
+                return turn
+        raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}")
 
     def memory_mib(self) -> dict[str, float]:
         """Memory of its processes in MiB: the largest and the sum; pages that several share count in parts."""
@@ -214,7 +214,7 @@ class Contender:
 
     def _next_progress(self) -> tuple[int, float]:
         before, deadline = self._progress(), time.monotonic() + 60
-        while (now := self._progress()) == before and time.monotonic() < deadline:
+        while (now := self._progress()) == before and time.monotonic() < deadline and self._process.poll() is None:
             time.sleep(0.002)
         return now
 
