@@ -294,7 +294,17 @@ class ParameterServer(ServersStrategy):
         self._idle.add(finished.worker)
         if not coordinator.calls.available:
             # Nobody would take them.
-            for call in coordinator.calls.take_back():
+            self._take_calls_back()
+
+    def drain(self) -> int:
+        # Calls that only wait would double the time.
+        self._take_calls_back()
+        return super().drain()
+
+    def _take_calls_back(self) -> None:
+        """Takes back the calls that no worker has begun."""
+        if self._in_flight.total():
+            for call in self._running().calls.take_back():
                 self._in_flight[call.tag] -= 1
 
     @property

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from helpers import delayed, loopback_bytes, result_of, tags_of, toy_data
 import kdist
 from kdist.cluster.local import LocalCluster
 from kdist.cluster.spec import Task
+from kdist.data.base import DataContext
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
@@ -482,6 +484,42 @@ def test_a_last_save_may_take_most_of_the_time_that_a_signal_leaves(
     assert Checkpoints(run_dir / "checkpoints").newest() == run_dir / f"checkpoints/ckpt-{trainer.result.global_step}"
 
 
+def waits_for_batches(step_secs: float) -> Callable[[DataContext], tf.data.Dataset]:
+    """Data that takes so long for each step; workers do not end their steps at the same time."""
+
+    def slow(context: DataContext) -> tf.data.Dataset:
+        batches = tf.data.Dataset.from_tensors(toy_data(8))
+        first = delayed(batches, step_secs * (1 + tf.cast(context.worker_index, tf.float64) / 2))
+        return first.concatenate(delayed(batches.repeat(), step_secs))
+
+    return slow
+
+
+def test_a_save_waits_for_the_calls_that_run_and_not_for_those_that_wait(run_dir: Path) -> None:
+    step_secs = 0.25
+
+    class Saves(Hook):
+        begun_at = 0
+        saved: Path | None = None
+
+        def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
+            # What the datasets have prefetched is read by then.
+            if values.global_step >= 12 and not self.begun_at:
+                # Each worker runs a call, and others wait.
+                self.begun_at = values.global_step
+                context.session.save(keep=1)
+                self.saved = context.session.checkpoints.newest()
+
+        def due_in(self, step: int) -> int:
+            return 1
+
+    saves = Saves()
+    trainer = kdist.Trainer(models.mlp, "1ps2w", run_dir=run_dir, hooks=[saves], steps_per_call=1)
+    trainer.fit(waits_for_batches(step_secs), steps=20, verbose=0)
+    assert saves.saved
+    assert saves.begun_at < int(saves.saved.name.removeprefix("ckpt-")) <= saves.begun_at + 2
+
+
 def test_at_a_signal_a_call_that_only_waits_does_not_begin(tmp_path: Path) -> None:
     """One waits for each worker, so that it need not wait for the chief."""
     step_secs = 1.0
@@ -500,11 +538,8 @@ def test_at_a_signal_a_call_that_only_waits_does_not_begin(tmp_path: Path) -> No
             # Until then, a run has one step; that one has others as well.
             return 1 if step < 5 else 100
 
-    def slow(_context: Any) -> Any:
-        return delayed(tf.data.Dataset.from_tensors(toy_data(8)).repeat(), step_secs)
-
     interrupts = Interrupts()
     trainer = kdist.Trainer(models.mlp, "1ps1w", run_dir=tmp_path, hooks=[interrupts], steps_per_call=1)
-    with trainer.session(slow, steps=1000) as session:
+    with trainer.session(waits_for_batches(step_secs), steps=1000) as session:
         run_to_the_end(session)
     assert session.global_step == interrupts.step + 1
