@@ -3,8 +3,8 @@
 TensorFlow servers of many tasks run in a few processes, and a step rests instead of computing, so that the chief is
 what limits. For each number of workers and servers: seconds to connect, and until every worker has prepared its step;
 steps per second beside the ideal; the chief's CPU for each step, its memory and threads; seconds for a save, for a
-worker that leaves, until one that died is noticed, and for the end. Numbers of workers and servers, and seconds of a
-step, may be given: `python -m benchmarks.scale 64 4 0.5`. A simulated worker takes about 60 MB.
+worker that leaves, until one that died is noticed, and for the end. Numbers of workers and servers, seconds of a step,
+and steps of a call may be given: `python -m benchmarks.scale 64 4 0.5 4`. A simulated worker takes about 60 MB.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,18 +30,21 @@ from benchmarks.measured import Figures, measured, run
 from benchmarks.workloads import sleep
 from kdist.cluster.network.sockets import held_ports
 from kdist.cluster.spec import Cluster, ClusterShape, ClusterSpec, Task
+from kdist.strategies.base import Strategy
 from kdist.strategies.parameter_server import ParameterServer
+from kdist.threads import in_thread
 
-#: Workers and servers, and the seconds that a step rests: 128 steps a second are what two cores can simulate.
+#: Workers and servers, the seconds that a step rests, and the steps of a call: 128 calls a second are what two cores
+#: can simulate.
 _RUNS = [
-    (1, 1, 0.5),
-    (8, 1, 0.5),
-    (64, 1, 0.5),
-    (64, 4, 0.5),
-    (64, 16, 0.5),
-    (256, 4, 2.0),
-    (256, 16, 2.0),
-    (512, 4, 4.0),
+    (1, 1, 0.5, 1),
+    (8, 1, 0.5, 1),
+    (64, 1, 0.5, 1),
+    (64, 4, 0.5, 1),
+    (64, 16, 0.5, 1),
+    (256, 4, 2.0, 1),
+    (256, 16, 2.0, 1),
+    (512, 4, 4.0, 1),
 ]
 _TASKS_PER_PROCESS = 32
 _BYTES_PER_WORKER = 60e6
@@ -127,25 +132,25 @@ class OnManyServers(ParameterServer):
         super().__init__(shape, lambda _: ManyServers(shape), **options)
 
 
-def chief(run_dir: str, workers: str, servers: str, rest_secs: str) -> Figures:
+def chief(run_dir: str, workers: str, servers: str, rest_secs: str, steps_per_call: str) -> Figures:
     """Trains on so many simulated workers and servers, with steps that rest for so many seconds."""
     import keras
 
     import kdist
 
-    number, secs = int(workers), float(rest_secs)
+    number, secs, at_once = int(workers), float(rest_secs), int(steps_per_call)
     x = np.full((4 * number, 1), secs, np.float32)
     layers = [keras.layers.Input((1,)), keras.layers.Lambda(sleep, output_shape=lambda shape: shape)]
     model = keras.Sequential([*layers, keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    hook = _hook(number, secs)
+    hook = _hook(number, secs, at_once * secs)
     cluster = f"{servers}ps{workers}w"
-    trainer = kdist.Trainer(model, cluster, OnManyServers, run_dir=run_dir, hooks=[hook], steps_per_call=1)
+    trainer = kdist.Trainer(model, cluster, OnManyServers, run_dir=run_dir, hooks=[hook], steps_per_call=at_once)
     trainer.fit(x, np.arange(len(x)) % 10, batch_size=1, steps=10**7, verbose=0)
     return {**hook.figures, "stop_secs": round(time.monotonic() - hook.stopped_at, 1)}
 
 
-def _hook(number: int, rest_secs: float) -> Any:
+def _hook(number: int, rest_secs: float, call_secs: float) -> Any:
     """A hook that measures steps, then a save, a worker that leaves, and one that dies; then the run ends."""
     import kdist
 
@@ -160,7 +165,7 @@ def _hook(number: int, rest_secs: float) -> Any:
             self._began = 0.0
             self._since: tuple[float, int, float] | None = None
             self._resize: Any = None
-            self._killed_at = 0.0
+            self._noticed: Future[float] | None = None
 
         def after_create_session(self, session: Any) -> None:
             self._began = time.monotonic()
@@ -172,24 +177,24 @@ def _hook(number: int, rest_secs: float) -> Any:
             if self._since is None:
                 self._prepared |= values.gradient_counts.keys()
                 if len(self._prepared) == number:
-                    self.figures["prepare_secs"] = round(now - self._began - rest_secs, 1)
+                    self.figures["prepare_secs"] = round(now - self._began - call_secs, 1)
                     self._since = now, self._num_steps, time.process_time()
             elif "steps_per_sec" not in self.figures:
-                if now - self._since[0] >= max(_MEASURED_SECS, 4 * rest_secs):
+                if now - self._since[0] >= max(_MEASURED_SECS, 4 * call_secs):
                     self._measure(now)
                     began = time.monotonic()
                     session.save(keep=1)
-                    # Of these, up to `rest_secs` for the steps in flight.
+                    # Of these, up to `call_secs` for the calls in flight.
                     self.figures["save_secs"] = round(time.monotonic() - began, 2)
                     self._resize = session.resize(workers=number - 1) if number > 2 else None
             elif self._resize is not None:
                 if self._resize.done():
                     self.figures["leave_secs"] = round(self._resize.result().seconds, 2)
-                    self._resize, self._killed_at = None, time.monotonic()
-                    os.kill(session.strategy.pids[Task("worker", number - 2)], signal.SIGKILL)
-            elif not self._killed_at or session.strategy.worker_losses:
-                if self._killed_at:
-                    self.figures["loss_noticed_secs"] = round(now - self._killed_at, 2)
+                    self._resize = None
+                    self._noticed = in_thread(partial(_secs_until_lost, session.strategy, Task("worker", number - 2)))
+            elif self._noticed is None or self._noticed.done():
+                if self._noticed is not None:
+                    self.figures["loss_noticed_secs"] = round(self._noticed.result(), 2)
                 self.stopped_at = time.monotonic()
                 context.request_stop("measured")
 
@@ -209,6 +214,15 @@ def _hook(number: int, rest_secs: float) -> Any:
             return max(1, number // 4)
 
     return Measures()
+
+
+def _secs_until_lost(strategy: Strategy, worker: Task) -> float:
+    """Kills a worker; the seconds until the chief knows, which hooks learn when the next steps have ended."""
+    began = time.monotonic()
+    os.kill(strategy.pids[worker], signal.SIGKILL)
+    while not strategy.worker_losses:
+        time.sleep(0.02)
+    return time.monotonic() - began
 
 
 def serve() -> None:
@@ -233,16 +247,20 @@ MEASUREMENTS: dict[str, Callable[..., Figures]] = {"chief": chief}
 def main() -> None:
     if sys.argv[1:] == ["--serve"]:
         serve()
-    runs = [(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))] if len(sys.argv) > 3 else _RUNS
+    given = sys.argv[1:]
+    runs = _RUNS
+    if len(given) >= 3:
+        runs = [(int(given[0]), int(given[1]), float(given[2]), int(given[3]) if len(given) > 3 else 1)]
     room = psutil.virtual_memory().available + psutil.swap_memory().free
     with tempfile.TemporaryDirectory() as folder:
-        for workers, servers, rest_secs in runs:
-            name = f"{servers}ps{workers}w, steps of {rest_secs:g} s"
+        for workers, servers, rest_secs, steps_per_call in runs:
+            name = f"{servers}ps{workers}w, steps of {rest_secs:g} s, {steps_per_call} in a call"
             if workers * _BYTES_PER_WORKER > room:
                 print(f"{name}: left out, it takes {workers * _BYTES_PER_WORKER / 1e9:.0f} GB of memory", flush=True)
                 continue
             run_dir = str(Path(folder) / f"{workers} {servers}")
-            figures = measured("benchmarks.scale", "chief", run_dir, str(workers), str(servers), str(rest_secs))
+            given = [run_dir, *map(str, (workers, servers, rest_secs, steps_per_call))]
+            figures = measured("benchmarks.scale", "chief", *given)
             print(f"{name}:", figures, flush=True)
 
 

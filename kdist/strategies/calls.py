@@ -38,6 +38,9 @@ _AUTO_MAX_STEPS = 64
 # has to be over well before the time ends that a signal leaves (`run.grace_secs`).
 AUTO_PREPARE_SECS = 10.0
 GROWTH = 4
+# A call costs the chief about 2 ms of its CPU, whatever it takes on the worker. Where the chief is what limits, that is
+# the time of a step for each worker, and calls of GROWTH steps may take GROWTH times that.
+_SECS_PER_WORKER = GROWTH * 0.0025
 #: Single steps show how long they take in so many seconds.
 _AUTO_FIRST_SECS = 0.1
 
@@ -370,6 +373,11 @@ class CallSizer:
         return self._fixed or self._auto
 
     @property
+    def longest_secs(self) -> float:
+        """How long a call that is chosen may take; the more workers, the longer, so that one chief can drive them."""
+        return max(AUTO_CALL_SECS, _SECS_PER_WORKER * self.num_workers)
+
+    @property
     def _steps_left(self) -> int:
         return self._trained_steps if self._last_step is None else self._last_step - self._step
 
@@ -420,7 +428,7 @@ class CallSizer:
 
     def _pays(self, larger: int, step_secs: float) -> bool:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
-        if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > AUTO_CALL_SECS:
+        if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > self.longest_secs:
             return False
         if GROWTH * self._cost_secs > AUTO_PREPARE_SECS:
             return False

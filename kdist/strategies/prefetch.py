@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kdist.strategies.calls import AUTO_CALL_SECS, AUTO_PREPARE_SECS, GROWTH, CallSizer
+from kdist.strategies.calls import AUTO_PREPARE_SECS, GROWTH, CallSizer
 
 #: A worker computes as many more gradients from the same values.
 _PREFETCHES = (1, 2, 4)
@@ -131,7 +131,7 @@ class PrefetchSearch(CallSizer):
         allowed = [
             size
             for size in _SIZES
-            if size * self._step_secs(size) <= AUTO_CALL_SECS and cost_secs(size) <= AUTO_PREPARE_SECS
+            if size * self._step_secs(size) <= self.longest_secs and cost_secs(size) <= AUTO_PREPARE_SECS
         ]
         return min([present, *allowed], key=secs)
 

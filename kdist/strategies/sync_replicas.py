@@ -232,15 +232,15 @@ class SyncReplicas(ServersStrategy):
                 {worker: self._share(worker) for worker in workers},
             )
         self._num_lost_before = coordinator.num_lost
-        size, splits = self._sizer.next_size(remaining), self._splits
-        if splits is not None:
+        if (splits := self._splits) is not None:
             whole = min((splits.batches_left(w) or 0) // self._share(w) for w in workers)
             if not whole:
                 # At the end of an epoch, a worker has less than its share of a step.
                 return None
-            size = self._sizer.next_size(min(whole, remaining))
+            remaining = min(whole, remaining)
             for worker in workers:
                 self._iterators.change_split(worker, splits)
+        size = self._sizer.next_size(remaining)
         iterators = self._iterators.of_all(workers, coordinator, splits)
         function = self._traced(self._lockstep, size)
         self._in_lockstep = True

@@ -111,6 +111,35 @@ def test_auto_gives_every_worker_its_share_near_the_end() -> None:
     assert [sizer.next_size(remaining) for remaining in (100, 60, 16, 4)] == [16, 4, 4, 1]
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "rate", "size"),
+    [
+        # Steps of 0.5 s; one core of the chief makes 500 calls a second.
+        (64, 128, 1),
+        (512, 500, 4),
+        (512, 1_000, 4),
+        # Steps of 4 s.
+        (512, 128, 1),
+    ],
+)
+def test_auto_takes_longer_calls_where_one_chief_has_hardly_time_for_all_workers(
+    num_workers: int, rate: float, size: int
+) -> None:
+    sizer = CallSizer(None, num_workers, 100_000)
+    sizer.observe(num_workers, 0.1, warming_up=True)
+    trained(sizer, 1.0, rate)
+    assert sizer.steps_per_call == size
+
+
+def test_auto_takes_no_longer_calls_once_the_chief_has_time() -> None:
+    sizer = CallSizer(None, 512, 1_000_000)
+    sizer.observe(512, 0.1, warming_up=True)
+    trained(sizer, 1.0, 500)
+    sizer.observe(512, 0.1, warming_up=True)
+    trained(sizer, 100.0, 1_000)
+    assert sizer.steps_per_call == 4
+
+
 def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_for() -> None:
     sizer = CallSizer(None, num_workers=1)
     sizer.observe(1, 1.0, warming_up=True)
