@@ -1,4 +1,4 @@
-"""One chief and hundreds of workers, by simulation: `python -m benchmarks.scale`, about 12 minutes.
+"""One chief and hundreds of workers, by simulation: `python -m benchmarks.scale`, about 15 minutes.
 
 TensorFlow servers of many tasks run in a few processes, and a step rests instead of computing, so that the chief is
 what limits. For each number of workers and servers: seconds to connect, and until every worker has prepared its step;
@@ -44,6 +44,7 @@ _RUNS = [
     (64, 16, 0.5, 1),
     (256, 4, 2.0, 1),
     (256, 16, 2.0, 1),
+    (256, 4, 0.5, 4),
     (512, 4, 4.0, 1),
 ]
 _TASKS_PER_PROCESS = 32
