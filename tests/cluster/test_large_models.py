@@ -563,4 +563,5 @@ def test_arrays_of_3_gb_are_not_copied_on_the_chief(cluster: str, in_file: bool,
     done = subprocess.run([sys.executable, "-c", ARRAYS, *arguments], capture_output=True, text=True, check=False)
     path.unlink(missing_ok=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < (1_000_000_000 if in_file else 1.3 * size)
+    # TensorFlow, Keras and the chunks on their way take less than 1 GB.
+    assert int(done.stdout) - (0 if in_file else size) < 1_000_000_000
