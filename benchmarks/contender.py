@@ -131,7 +131,7 @@ class Contender:
         """Lets it train for `secs` seconds.
 
         Raises:
-            RuntimeError: it has ended; with the end of its log.
+            RuntimeError: it has ended, or one of its processes; with the end of its log.
         """
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
             for process in reversed(self._processes()):
@@ -141,7 +141,7 @@ class Contender:
             self.pause()
             if self._process.poll() is None:
                 return turn
-        raise RuntimeError(f"{self.entry.key} has ended:\n{self.log_tail()}")
+        raise RuntimeError(f"{self.entry.key}, or a process of it, has ended:\n{self.log_tail()}")
 
     def memory_mib(self) -> dict[str, float]:
         """Memory of its processes in MiB: the largest and the sum; pages that several share count in parts."""

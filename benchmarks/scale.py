@@ -49,7 +49,7 @@ _RUNS = [
 ]
 _TASKS_PER_PROCESS = 32
 _BYTES_PER_WORKER = 60e6
-_MEASURED_SECS = 20.0
+_MEASURED_SECS, _NOTICED_SECS = 20.0, 120.0
 #: Of the simulated tasks. Each server would have 64 threads that receive, and each thread a heap.
 _ENVIRONMENT = {"TF_GRPC_WORKER_CACHE_QUEUES": "2", "TF_NUM_INTEROP_THREADS": "2", "MALLOC_ARENA_MAX": "2"}
 
@@ -222,6 +222,8 @@ def _secs_until_lost(strategy: Strategy, worker: Task) -> float:
     began = time.monotonic()
     os.kill(strategy.pids[worker], signal.SIGKILL)
     while not strategy.worker_losses:
+        if time.monotonic() - began > _NOTICED_SECS:
+            raise RuntimeError(f"{worker} was killed, and the chief has not noticed it within {_NOTICED_SECS:g} s")
         time.sleep(0.02)
     return time.monotonic() - began
 
@@ -260,8 +262,8 @@ def main() -> None:
                 print(f"{name}: left out, it takes {workers * _BYTES_PER_WORKER / 1e9:.0f} GB of memory", flush=True)
                 continue
             run_dir = str(Path(folder) / f"{workers} {servers}")
-            given = [run_dir, *map(str, (workers, servers, rest_secs, steps_per_call))]
-            figures = measured("benchmarks.scale", "chief", *given)
+            how = map(str, (workers, servers, rest_secs, steps_per_call))
+            figures = measured("benchmarks.scale", "chief", run_dir, *how)
             print(f"{name}:", figures, flush=True)
 
 

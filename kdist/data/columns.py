@@ -92,10 +92,12 @@ class Column:
             return [argument_for_task(self.values[rows], self.dtype)]
         variable = self._reserve_variable(len(self._numbers(rows)))
         start = 0
-        for chunk in self._chunks(rows):
-            # As an argument of a function a tensor travels several times faster than by itself.
-            self.fill(variable.handle, argument_for_task(start), argument_for_task(chunk, self.dtype))
-            start += len(chunk)
+        # As an argument of a function a tensor travels several times faster than by itself.
+        for chunk in map(partial(argument_for_task, dtype=self.dtype), self._chunks(rows)):
+            self.fill(variable.handle, argument_for_task(start), chunk)
+            start += int(chunk.shape[0])
+            # Before the next one is made: each worker is sent its share at the same time.
+            del chunk
         return [variable]
 
     def is_large(self, max_rows: int) -> bool:

@@ -540,7 +540,6 @@ from pathlib import Path
 import keras
 import numpy as np
 import kdist
-from kdist._compat import first_call_lock
 
 cluster, path, run_dir = sys.argv[1:]
 x = np.load(path, mmap_mode="r") if path else np.ones((1_000_000, 784), np.float32)
@@ -563,5 +562,4 @@ def test_arrays_of_3_gb_are_not_copied_on_the_chief(cluster: str, in_file: bool,
     done = subprocess.run([sys.executable, "-c", ARRAYS, *arguments], capture_output=True, text=True, check=False)
     path.unlink(missing_ok=True)
     assert done.returncode == 0, done.stderr
-    # TensorFlow, Keras and the chunks on their way take less than 1 GB.
-    assert int(done.stdout) - (0 if in_file else size) < 1_000_000_000
+    assert int(done.stdout) < (1_000_000_000 if in_file else 1.3 * size)
