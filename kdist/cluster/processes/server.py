@@ -115,9 +115,10 @@ def run(text: str, _descriptors: Mapping[int, int]) -> NoReturn:
     if options.job == "worker":
         # Before the chief knows of this worker, and somebody reads its process id.
         _leave_at_sigterm(pipe, name)
+    # Before the chief hears that the task is ready, as whoever waits for that may read the log.
+    print(f"{log.now()} {name} serves at {server.target}", file=sys.stderr, flush=True)
     os.write(pipe, READY)
     os.dup2(2, 1)
-    print(f"{log.now()} {name} serves at {server.target}", file=sys.stderr, flush=True)
     while True:
         # Not `signal.pause`, which sleeps on if another thread got the signal.
         os.read(signals, 1)
