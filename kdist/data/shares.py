@@ -26,6 +26,9 @@ from kdist.data.splits import NothingToRead, Split, Splits
 
 #: A worker takes at least so many batches from another one, if that has as many left.
 _FEWEST_BATCHES = 4
+#: Epochs whose shares have fewer batches are handed out several at once: to begin at another place takes a worker as
+#: long as many small steps.
+_LONG_RANGE = 500
 #: Another worker has little left if it is this part of a share.
 _LITTLE = 4
 #: The examples of so many shares stay with a worker.
@@ -38,9 +41,10 @@ class ShareQueue(Splits):
     """Hands out ranges of shares, epoch after epoch.
 
     A range is a split called `epoch 3, share 0, batches 40 to 160`. A worker reserves what its next call reads; others
-    may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. A
-    worker goes on in its share, into the next epoch, while others have little left to read of the last one: to change
-    to another place takes time. At the end of a run, everything of its last epoch was read.
+    may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. To
+    change to another place takes time, so a worker goes on in its share, into the next epoch, while others have little
+    left to read of the last one, and ranges of short epochs span several. At the end of a run, everything of its last
+    epoch was read.
 
     Args:
         end_of: the number of batches of a share in its first so many passes.
@@ -48,7 +52,7 @@ class ShareQueue(Splits):
         begins: the batches of each share that were read so far.
         batches_at: the batches of each share that are read at a global step, about, in a run of as many workers.
         mixes_epochs: whether a worker without a range begins with the next epoch while others read the rest of this
-            one; otherwise it has nothing to read until they have.
+            one, and ranges may span epochs; otherwise it has nothing to read until they have.
 
     Attributes:
         last_step: the global step at which the run ends, if each step reads a batch; None if that is not known.
@@ -192,13 +196,32 @@ class ShareQueue(Splits):
         if not self.mixes_epochs or self._waiting or at is None:
             return False
         share, batch = at
-        found, end_of = self._num_found, self._end_of
-        following = sum(end_of(each, found + 1) - end_of(each, found) for each in range(self._num_shares))
+        following = self._num_batches_of(self._num_epochs_at_once())
         most = max(map(_num_left, self._reading.values()), default=0)
         is_little = most * _LITTLE <= following // self._num_shares
         # Of the last epoch everything is read, and nothing beyond it.
-        fits = self._num_left >= self.left_of_epoch - self._reserved.total() + following
-        return batch == self._ends[share] and is_little and fits
+        return batch == self._ends[share] and is_little and following <= self._num_beyond
+
+    @property
+    def _num_beyond(self) -> float:
+        """The batches that are left to be reserved beyond the epochs that were begun."""
+        return self._num_left - (self.left_of_epoch - self._reserved.total())
+
+    def _num_epochs_at_once(self) -> int:
+        """The number of epochs that the next ranges span."""
+        if not self.mixes_epochs:
+            return 1
+        found, end_of, most = self._num_found, self._end_of, self._num_beyond
+        of_one = sum(end_of(each, found + 1) - end_of(each, found) for each in range(self._num_shares))
+        number = int(max(1, min(_LONG_RANGE * self._num_shares, most) // max(1, of_one)))
+        # Epochs need not be equally long.
+        while number > 1 and self._num_batches_of(number) > most:
+            number -= 1
+        return number
+
+    def _num_batches_of(self, num_epochs: int) -> int:
+        ends = enumerate(self._ends)
+        return sum(max(0, self._end_of(share, self._num_found + num_epochs) - begin) for share, begin in ends)
 
     def _half_of_another(self, kept: Sequence[int]) -> Split | None:
         free = {worker: _num_left(split) - self._reserved[worker] for worker, split in self._reading.items()}
@@ -225,8 +248,8 @@ class ShareQueue(Splits):
         return Split(_name(epoch, share, middle, end))
 
     def _find_ranges(self) -> None:
-        """Lets the ranges of the next epoch wait."""
-        epoch, self._num_found = self._num_found, self._num_found + 1
+        """Lets the ranges of the next epoch wait, or of several short ones."""
+        epoch, self._num_found = self._num_found, self._num_found + self._num_epochs_at_once()
         for share, begin in enumerate(self._ends):
             end = self._end_of(share, self._num_found)
             if begin < end:
@@ -257,6 +280,10 @@ class DealtShares(ShareQueue):
     def places(self) -> list[tuple[int, int]]:
         """The share that each replica reads next, and the batch of it."""
         return [place_in(self.assign(replica)) for replica in range(self._num_replicas)]
+
+    def _num_epochs_at_once(self) -> int:
+        # Which of them a replica reads depends on the epoch.
+        return 1
 
     @property
     def _unread(self) -> list[Split]:

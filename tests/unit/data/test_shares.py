@@ -9,11 +9,13 @@ from kdist.data.shares import DealtShares, ShareQueue, place_in, shares_in
 from kdist.data.splits import NothingToRead
 
 SHARES, BATCHES = 3, 67
+#: Of a share in an epoch, whose ranges do not span another one.
+MANY = 600
 
 
-def queue(begins: list[int] | None = None, *, mixes_epochs: bool = True) -> ShareQueue:
+def queue(begins: list[int] | None = None, *, mixes_epochs: bool = True, batches: int = BATCHES) -> ShareQueue:
     return ShareQueue(
-        lambda _, passes: passes * BATCHES, SHARES, begins or [0] * SHARES, lambda step: step, mixes_epochs=mixes_epochs
+        lambda _, passes: passes * batches, SHARES, begins or [0] * SHARES, lambda step: step, mixes_epochs=mixes_epochs
     )
 
 
@@ -29,10 +31,11 @@ def read(splits: ShareQueue, worker: int, most: int, seen: Counter[tuple[int, in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(seed: int) -> None:
-    rng, splits, seen = random.Random(seed), queue(), Counter[tuple[int, int]]()
+@pytest.mark.parametrize(("batches", "epochs"), [(1, 700), (8, 100), (BATCHES, 4), (MANY, 2)])
+def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(batches: int, epochs: int, seed: int) -> None:
+    rng, splits, seen = random.Random(seed), queue(batches=batches), Counter[tuple[int, int]]()
     workers = [0, 1, 2]
-    left = splits.last_step = 4 * SHARES * BATCHES
+    left = splits.last_step = epochs * SHARES * batches
     splits.begin_to_count(0)
     while left:
         if rng.random() < 0.05:
@@ -45,29 +48,43 @@ def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(seed: int)
         left -= read(splits, rng.choice(workers), min(left, rng.choice([1, 4, 16])), seen)
 
     assert set(seen.values()) == {1}
-    assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(4 * BATCHES)}
+    assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(epochs * batches)}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_change_place_as_rarely_in_short_epochs_as_in_long_ones(workers: int) -> None:
+    places = Counter[int]()
+    for batches in (4, 1000):
+        rng, splits = random.Random(1), queue(batches=batches)
+        left = splits.last_step = SHARES * 4000
+        splits.begin_to_count(0)
+        while left:
+            left -= read(splits, rng.randrange(workers), min(left, 16), Counter())
+        places[batches] = sum(map(splits.num_given, range(workers)))
+
+    assert places[4] <= 2 * places[1000]
 
 
 def test_a_worker_takes_half_of_what_another_one_has_left_and_not_what_its_call_reads() -> None:
-    splits = ShareQueue(lambda _, passes: passes * 100, 1, [0])
+    splits = ShareQueue(lambda _, passes: passes * MANY, 1, [0])
 
     assert splits.reserve(0, 16) == 16
     splits.assign(1)
 
-    assert splits.range_of(splits.assign(0)) == (0, 0, 0, 58)
-    assert splits.range_of(splits.assign(1)) == (0, 0, 58, 100)
+    assert splits.range_of(splits.assign(0)) == (0, 0, 0, 308)
+    assert splits.range_of(splits.assign(1)) == (0, 0, 308, MANY)
     splits.advance(0, 16)
-    assert (splits.batches_left(0), splits.batches_left(1)) == (42, 42)
+    assert (splits.batches_left(0), splits.batches_left(1)) == (292, 292)
 
 
 def test_a_worker_reads_what_it_keeps_and_begins_with_the_next_epoch_when_nothing_is_left() -> None:
-    splits = queue([BATCHES - 1] * SHARES)
+    splits = queue([MANY - 1] * SHARES, batches=MANY)
     for worker in range(SHARES):
         splits.reserve(worker, 16)
 
-    assert splits.range_of(splits.assign(0))[1:] == (0, BATCHES - 1, BATCHES)
+    assert splits.range_of(splits.assign(0))[1:] == (0, MANY - 1, MANY)
     splits.advance(0, 1)
-    assert splits.range_of(splits.assign(0)) == (1, 0, BATCHES, 2 * BATCHES)
+    assert splits.range_of(splits.assign(0)) == (1, 0, MANY, 2 * MANY)
     assert splits.keeps(0, 0)
     assert not splits.keeps(0, 1)
 
@@ -121,7 +138,7 @@ def test_the_state_continues_where_it_was_and_a_lost_call_is_read_again() -> Non
     assert set(seen.values()) == {1}
     # Of a checkpoint from before there were shares.
     again.restore_at(40, None)
-    assert again.range_of(again.assign(0)) == (0, 0, 40, BATCHES)
+    assert place_in(again.assign(0)) == (0, 40)
     assert shares_in(None) is None
     assert shares_in('{"found": [0, true], "unread": []}') is None
 
