@@ -43,6 +43,10 @@ GROWTH = 4
 _SECS_PER_WORKER = GROWTH * 0.0025
 #: Single steps show how long they take in so many seconds.
 _AUTO_FIRST_SECS = 0.1
+#: Tasks prepare their parts of a function in about the time in which it was traced.
+_SECS_PER_TRACED = 2.0
+#: Of the time in which a first step is traced, and prepared; the rest is taken once.
+_SHARE_OF_STEP = 0.25
 
 
 @dataclass(frozen=True)
@@ -343,18 +347,23 @@ class CallSizer:
 
     With `auto` it starts with single steps and then takes four times as many at a time, so that few sizes are needed.
     It stops growing when calls would become long, or would take long to prepare, or when larger ones would not save the
-    time that a new size costs: it has to be traced, and prepared by every worker. The overhead of a call follows from
-    the last two sizes. It is measured for as long as a size took to prepare; single steps only for a moment, if there
-    are many of them left. If the end of training is not known, it is assumed to last as long again as it has so far (as
-    in ski rental).
+    time that a new size costs: it has to be traced, and prepared by every worker. What that costs follows from the
+    present size: one part is the same for all sizes, the other is in proportion to the time of the trace. The overhead
+    of a call follows from the last two sizes. It is measured for as long as a size took to prepare; single steps only
+    for a moment, if there are many of them left. If the end of training is not known, it is assumed to last as long
+    again as it has so far (as in ski rental).
 
     Args:
         steps_per_call: a fixed number of steps, or None for `auto`.
         num_workers: workers that share the steps.
         last_step: the global step that training is to end at; None if nobody knows.
+
+    Attributes:
+        trace_secs: what tracing calls took, by their number of steps; see `Calls`.
     """
 
     def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
+        self.trace_secs: Mapping[int, float] = {}
         self._fixed = steps_per_call
         self.num_workers = num_workers
         self._last_step = last_step
@@ -423,20 +432,28 @@ class CallSizer:
         """Tells whether single steps are known to be the smaller part of what is left to train."""
         if self._last_step is None or self._step_secs_before is not None or self._trained_secs < _AUTO_FIRST_SECS:
             return False
-        # Preparing calls of two more sizes costs about five times as much as preparing this one did.
-        return self._steps_left * step_secs >= (GROWTH + GROWTH**2) * self._cost_secs
+        # Two more sizes are to come.
+        return self._steps_left * step_secs >= self._cost_of(GROWTH) + self._cost_of(GROWTH**2)
 
     def _pays(self, larger: int, step_secs: float) -> bool:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
         if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > self.longest_secs:
             return False
-        if GROWTH * self._cost_secs > AUTO_PREPARE_SECS:
+        if self._cost_of(larger) > AUTO_PREPARE_SECS:
             return False
         if self._step_secs_before is None:
             # Most of the time of a single step may be that of its call.
             return True
         saved = (self._step_secs_before - step_secs) / GROWTH
-        return saved * self._steps_left >= GROWTH * self._cost_secs
+        return saved * self._steps_left >= self._cost_of(larger)
+
+    def _cost_of(self, size: int) -> float:
+        """The seconds that preparing calls of another size takes."""
+        present = self.steps_per_call
+        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self.trace_secs.get(present, math.inf))
+        if present == 1:
+            of_steps *= _SHARE_OF_STEP
+        return self._cost_secs + of_steps * (size / present - 1)
 
 
 class WorkerIterators:

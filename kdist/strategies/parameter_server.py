@@ -122,8 +122,7 @@ class ParameterServer(ServersStrategy):
     def _make_calls(self, prefetch: int) -> None:
         replica_step, spec = self._prepared.replica_step, iterator_spec(self._make_dataset)
         self._calls = UnrolledCalls(replica_step, self._store, spec, self.batches_per_step, prefetch)
-        if isinstance(self._sizer, PrefetchSearch):
-            self._sizer.trace_secs = self._calls.trace_secs
+        self._sizer.trace_secs = self._calls.trace_secs
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kdist.strategies.calls import AUTO_PREPARE_SECS, GROWTH, CallSizer
 
 #: A worker computes as many more gradients from the same values.
@@ -18,10 +16,6 @@ _SINGLE_SECS, _TRIAL_SECS = 0.25, 1.0
 _SIZES = (4, 16, 64)
 #: A step waits for the network at most for the time of as many empty calls.
 _STEP_WAITS = 2
-#: Tasks prepare their parts of a function in about the time in which it was traced.
-_SECS_PER_TRACED = 2.0
-#: Of the time in which a first step is traced, and prepared; the rest is taken once.
-_SHARE_OF_STEP = 0.25
 
 
 class PrefetchSearch(CallSizer):
@@ -45,7 +39,6 @@ class PrefetchSearch(CallSizer):
         empty_call_secs: what a call takes in which a worker does nothing.
 
     Attributes:
-        trace_secs: what tracing calls took, by their number of steps.
         prefetch: in use now.
         why: it stays; empty while it may change.
     """
@@ -57,7 +50,6 @@ class PrefetchSearch(CallSizer):
         super().__init__(None, num_workers, last_step)
         self._given = steps_per_call
         self._empty_call_secs = empty_call_secs
-        self.trace_secs: Mapping[int, float] = {}
         self.prefetch = 0
         self.why = ""
         #: The times of the first step of a call on a worker, and of each other one, as far as they are known.
@@ -117,21 +109,15 @@ class PrefetchSearch(CallSizer):
         if self._given is not None:
             return self._given
         present = self.steps_per_call
-        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self.trace_secs.get(present, 0.0))
-        if present == 1:
-            of_steps *= _SHARE_OF_STEP
-
-        def cost_secs(size: int) -> float:
-            return self._cost_secs + of_steps * (size / present - 1)
 
         def secs(size: int) -> float:
             training_secs = self._steps_left * self._step_secs(size) / self.num_workers
-            return training_secs + (0.0 if size == present else cost_secs(size))
+            return training_secs + (0.0 if size == present else self._cost_of(size))
 
         allowed = [
             size
             for size in _SIZES
-            if size * self._step_secs(size) <= self.longest_secs and cost_secs(size) <= AUTO_PREPARE_SECS
+            if size * self._step_secs(size) <= self.longest_secs and self._cost_of(size) <= AUTO_PREPARE_SECS
         ]
         return min([present, *allowed], key=secs)
 

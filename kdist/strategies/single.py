@@ -31,6 +31,7 @@ class Single(StoreStrategy):
         self._make_dataset = self._prepared.trace_dataset()
         self._calls = UnrolledCalls(self._prepared.replica_step, self._store, iterator_spec(self._make_dataset))
         self._sizer = self._prepared.sizer()
+        self._sizer.trace_secs = self._calls.trace_secs
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():

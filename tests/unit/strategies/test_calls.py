@@ -100,6 +100,28 @@ def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, si
     assert sizer.steps_per_call == size
 
 
+@pytest.mark.parametrize(("trace_secs", "size"), [(0.5, 4), (8.0, 1)])
+def test_auto_scales_only_the_part_of_the_cost_that_depends_on_the_steps(trace_secs: float, size: int) -> None:
+    sizer = CallSizer(None, num_workers=1, last_step=100_000)
+    sizer.trace_secs = {1: trace_secs}
+    # Most of what a first call costs a busy machine, or a model of many layers, is the same for four steps.
+    sizer.observe(1, 6.0, warming_up=True)
+    trained(sizer, 0.1, rate=100)
+    assert sizer.steps_per_call == size
+
+
+@pytest.mark.parametrize(("last_step", "size"), [(1_000, 1), (1_500, 4)])
+def test_auto_leaves_single_steps_at_once_if_what_is_left_takes_as_long_as_two_more_sizes(
+    last_step: int, size: int
+) -> None:
+    sizer = CallSizer(None, num_workers=1, last_step=last_step)
+    sizer.trace_secs = {1: 1.0}
+    # 2 + 3 * 0.5 s for four steps, and 2 + 15 * 0.5 s for 16.
+    sizer.observe(16, 2.0, warming_up=True)
+    trained(sizer, 0.1, rate=100)
+    assert sizer.steps_per_call == size
+
+
 def test_auto_keeps_a_size_that_brought_nothing() -> None:
     sizer = grown_to_16()
     trained(sizer, 1000, rate=199)
