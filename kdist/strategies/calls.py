@@ -369,8 +369,9 @@ class CallSizer:
         self._last_step = last_step
         self._step = 0
         self._auto = 1
-        #: The cost of preparing calls of the present size.
+        #: The cost of preparing calls of the present size, and whether tasks are to prepare them again.
         self._cost_secs = 0.0
+        self._prepares_again = False
         self._trained_secs = 0.0
         self._trained_steps = 0
         #: The duration of a step with the previous size.
@@ -393,6 +394,13 @@ class CallSizer:
     def begin_at(self, step: int) -> None:
         self._step = step
 
+    def resize(self, num_workers: int) -> None:
+        """Measures anew, since as many workers share the steps from now on, or tasks prepare the calls again."""
+        if self._step_secs_before is not None:
+            self._step_secs_before *= self.num_workers / num_workers
+        self.num_workers = num_workers
+        self._trained_secs, self._trained_steps, self._prepares_again = 0.0, 0, True
+
     def next_size(self, remaining: int) -> int:
         """The steps of the next call when `remaining` steps are left to assign."""
         if self._fixed is not None and remaining >= self._fixed:
@@ -409,7 +417,9 @@ class CallSizer:
         """Learns from finished steps of all workers; `warming_up` if functions were traced or prepared meanwhile."""
         self._step += num_steps
         if warming_up:
-            self._cost_secs += secs
+            # What it cost before would count once more for each change of the cluster.
+            self._cost_secs = secs + (0.0 if self._prepares_again else self._cost_secs)
+            self._prepares_again = False
             return
         self._trained_secs += secs
         self._trained_steps += num_steps

@@ -93,7 +93,7 @@ class ParameterServer(ServersStrategy):
 
     def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
         spec = super().finish_resize(resize, spec)
-        self._sizer.num_workers = max(1, self._shape.num_workers)
+        self._sizer.resize(max(1, self._shape.num_workers))
         self._has_more_to_read()
         return spec
 

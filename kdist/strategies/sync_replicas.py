@@ -32,7 +32,7 @@ from kdist.dispatch.coordinator import Finished, may_be_lost
 from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
-from kdist.strategies.base import TrainingSpec
+from kdist.strategies.base import PendingResize, TrainingSpec
 from kdist.strategies.calls import CallLogs, StepLogs
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 from kdist.strategies.in_graph import InGraphSyncCalls
@@ -123,6 +123,11 @@ class SyncReplicas(ServersStrategy):
         self._aggregator = GradientAggregator(self._store)
         self._lockstep = self._gradient = None
         self._applies.clear()
+
+    def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
+        spec = super().finish_resize(resize, spec)
+        self._sizer.resize(num_workers=1)
+        return spec
 
     def _check_shape(self, shape: ClusterShape) -> None:
         check_quorum(self._options, shape)

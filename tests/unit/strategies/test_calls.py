@@ -122,6 +122,25 @@ def test_auto_leaves_single_steps_at_once_if_what_is_left_takes_as_long_as_two_m
     assert sizer.steps_per_call == size
 
 
+def test_auto_counts_what_the_last_change_of_the_cluster_cost_and_not_all_of_them() -> None:
+    sizer = grown_to_16(10_000_000, cost=2.0)
+    for _ in range(3):
+        sizer.resize(1)
+        sizer.observe(16, 2.0, warming_up=True)
+    trained(sizer, 5, rate=250)
+    assert sizer.steps_per_call == 64
+
+
+@pytest.mark.parametrize(("rate", "size"), [(400, 16), (500, 64)])
+def test_auto_compares_a_size_with_the_one_before_as_if_as_many_workers_had_run_it(rate: int, size: int) -> None:
+    sizer = grown_to_16(10_000_000)
+    # Calls of four made 200 steps/s on one worker.
+    sizer.resize(2)
+    sizer.observe(16, 2.0, warming_up=True)
+    trained(sizer, 5, rate)
+    assert sizer.steps_per_call == size
+
+
 def test_auto_keeps_a_size_that_brought_nothing() -> None:
     sizer = grown_to_16()
     trained(sizer, 1000, rate=199)
