@@ -220,6 +220,7 @@ class ShareQueue(Splits):
         return number
 
     def _num_batches_of(self, num_epochs: int) -> int:
+        """The batches of all shares until so many more epochs end."""
         ends = enumerate(self._ends)
         return sum(max(0, self._end_of(share, self._num_found + num_epochs) - begin) for share, begin in ends)
 
@@ -282,7 +283,7 @@ class DealtShares(ShareQueue):
         return [place_in(self.assign(replica)) for replica in range(self._num_replicas)]
 
     def _num_epochs_at_once(self) -> int:
-        # Which of them a replica reads depends on the epoch.
+        # Each epoch is dealt by itself.
         return 1
 
     @property

@@ -124,21 +124,22 @@ def test_synchronous_workers_take_as_few_steps_as_there_can_be(workers: int) -> 
 
 
 def test_the_state_continues_where_it_was_and_a_lost_call_is_read_again() -> None:
-    splits, seen = queue(), Counter[tuple[int, int]]()
+    splits, seen = queue(batches=MANY), Counter[tuple[int, int]]()
     read(splits, 0, 16, seen)
     read(splits, 1, 4, seen)
     splits.reserve(1, 16)
     state = splits.state()
-    again = queue()
+    again = queue(batches=MANY)
     again.restore(state)
 
     assert shares_in(state) == SHARES
-    while sum(seen.values()) < SHARES * BATCHES:
+    while sum(seen.values()) < SHARES * MANY:
         read(again, 7, 16, seen)
     assert set(seen.values()) == {1}
+    assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(MANY)}
     # Of a checkpoint from before there were shares.
     again.restore_at(40, None)
-    assert place_in(again.assign(0)) == (0, 40)
+    assert again.range_of(again.assign(0)) == (0, 0, 40, MANY)
     assert shares_in(None) is None
     assert shares_in('{"found": [0, true], "unread": []}') is None
 

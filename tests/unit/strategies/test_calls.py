@@ -104,7 +104,7 @@ def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, si
 def test_auto_scales_only_the_part_of_the_cost_that_depends_on_the_steps(trace_secs: float, size: int) -> None:
     sizer = CallSizer(None, num_workers=1, last_step=100_000)
     sizer.trace_secs = {1: trace_secs}
-    # Most of what a first call costs a busy machine, or a model of many layers, is the same for four steps.
+    # Most of what a first call costs on a busy machine is the same for four steps.
     sizer.observe(1, 6.0, warming_up=True)
     trained(sizer, 0.1, rate=100)
     assert sizer.steps_per_call == size
