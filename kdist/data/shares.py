@@ -9,6 +9,7 @@ of the shares that it reads, so that they are sent once.
 from __future__ import annotations
 
 import abc
+import bisect
 import json
 import math
 import re
@@ -43,8 +44,10 @@ class ShareQueue(Splits):
     A range is a split called `epoch 3, share 0, batches 40 to 160`. A worker reserves what its next call reads; others
     may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. To
     change to another place takes time, so a worker goes on in its share, into the next epoch, while others have little
-    left to read of the last one, and ranges of short epochs span several. At the end of a run, everything of its last
-    epoch was read.
+    left to read of the last one. Ranges of short epochs span several while every share has a reader; with fewer workers
+    than shares, one of which would be read for long and then another one, they do not. Towards the end of a run ranges
+    become shorter (after guided self-scheduling, Polychronopoulos and Kuck, 1987), so that what is missing if it ends
+    early belongs to the last epochs. At the end, everything of the last epoch was read.
 
     Args:
         end_of: the number of batches of a share in its first so many passes.
@@ -99,9 +102,12 @@ class ShareQueue(Splits):
 
     @property
     def left_of_epoch(self) -> int:
-        """The batches of the epochs that were begun that were not read."""
+        """The batches that were not read of the present epoch; of several that were begun, as if read one by one."""
         with self._changed:
-            return sum(map(_num_left, self._unread))
+            left, following = self._num_unread, self._num_found
+            while following and left > (num_batches := self._length_of(following - 1)):
+                left, following = left - num_batches, following - 1
+            return left
 
     def assign(self, worker: int) -> Split:
         with self._changed:
@@ -142,6 +148,9 @@ class ShareQueue(Splits):
             self._at.pop(worker, None)
             self._kept.pop(worker, None)
             super().give_back(worker)
+            if not self._spans_epochs:
+                for reader, split in self._reading.items():
+                    self._reading[reader] = self._cut(split, self._reserved[reader])
 
     def keeps(self, worker: int, share: int) -> bool:
         """True if a worker keeps the examples of a share."""
@@ -171,20 +180,40 @@ class ShareQueue(Splits):
         """Counts the batches until `last_step` from a global step on."""
         self._num_left = math.inf if self.last_step is None else self.last_step - step
 
+    def end_at(self, last_step: int | None) -> None:
+        """Changes `last_step` while workers read."""
+        with self._changed:
+            if last_step is not None and self.last_step is not None:
+                self._num_left += last_step - self.last_step
+            self.last_step = last_step
+
+    @property
+    def _num_unread(self) -> int:
+        """The batches of the epochs that were begun that were not read."""
+        return sum(map(_num_left, self._unread))
+
+    @property
+    def _spans_epochs(self) -> bool:
+        """True if a range may span epochs: none waits long for a reader while others are ahead."""
+        return self.mixes_epochs and len(self._kept) >= self._num_shares
+
     def _next_range(self, worker: int) -> Split:
         """A range that waits, half of one that another worker has, or one of the next epoch."""
         kept, at = self._kept[worker], self._at.get(worker)
         if self._may_go_on(at):
             self._find_ranges()
+        spans_epochs = self._spans_epochs
 
-        def order(split: Split) -> tuple[bool, bool, int]:
+        def order(split: Split) -> tuple[int, bool, bool, int]:
             epoch, share, begin, _ = self.range_of(split)
-            return ((share, begin + split.num_read) != at, share not in kept, epoch)
+            first = 0 if spans_epochs else self._epoch_of(split)
+            return (first, (share, begin + split.num_read) != at, share not in kept, epoch)
 
         while True:
-            for split in sorted(self._waiting, key=order):
+            if self._waiting:
+                split = min(self._waiting, key=order)
                 self._waiting.remove(split)
-                return split
+                return split if spans_epochs else self._cut(split)
             if (stolen := self._half_of_another(kept)) is not None:
                 return stolen
             if self._reading and not self.mixes_epochs:
@@ -205,19 +234,38 @@ class ShareQueue(Splits):
     @property
     def _num_beyond(self) -> float:
         """The batches that are left to be reserved beyond the epochs that were begun."""
-        return self._num_left - (self.left_of_epoch - self._reserved.total())
+        return self._num_left - (self._num_unread - self._reserved.total())
 
     def _num_epochs_at_once(self) -> int:
-        """The number of epochs that the next ranges span."""
-        if not self.mixes_epochs:
+        """The number of epochs that the next ranges span: up to half of what is left to be read."""
+        if not self._spans_epochs:
             return 1
-        found, end_of, most = self._num_found, self._end_of, self._num_beyond
-        of_one = sum(end_of(each, found + 1) - end_of(each, found) for each in range(self._num_shares))
+        most = self._num_beyond / 2
+        of_one = self._length_of(self._num_found)
         number = int(max(1, min(_LONG_RANGE * self._num_shares, most) // max(1, of_one)))
         # Epochs need not be equally long.
         while number > 1 and self._num_batches_of(number) > most:
             number -= 1
         return number
+
+    def _length_of(self, epoch: int) -> int:
+        """The batches of an epoch, of all shares."""
+        return sum(self._end_of(share, epoch + 1) - self._end_of(share, epoch) for share in range(self._num_shares))
+
+    def _epoch_of(self, split: Split, ahead: int = 0) -> int:
+        """The epoch of the next batch of a range, or of that so many batches ahead."""
+        epoch, share, begin, _ = self.range_of(split)
+        following, batch = range(epoch + 1, self._num_found + 1), begin + split.num_read + ahead
+        return epoch + bisect.bisect_right(following, batch, key=lambda number: self._end_of(share, number))
+
+    def _cut(self, split: Split, num_reserved: int = 0) -> Split:
+        """The part of a range to the end of its epoch, or that of the batches that are reserved; the rest waits."""
+        epoch, share, begin, end = self.range_of(split)
+        following = self._epoch_of(split, max(0, num_reserved - 1)) + 1
+        if (middle := self._end_of(share, following)) >= end:
+            return split
+        self._waiting.append(Split(_name(following, share, middle, end)))
+        return replace(split, name=_name(epoch, share, begin, middle))
 
     def _num_batches_of(self, num_epochs: int) -> int:
         """The batches of all shares until so many more epochs end."""
@@ -304,9 +352,11 @@ class DealtShares(ShareQueue):
         """Deals an epoch: the rest of the first one that was begun, or the next one."""
         if not self._waiting:
             self._find_ranges()
-        ranges = sorted(map(self.range_of, map(_rest, self._waiting)))
-        this_epoch = [each for each in ranges if each[0] == ranges[0][0]]
-        self._waiting = deque(Split(_name(*each)) for each in ranges[len(this_epoch) :])
+        waiting, self._waiting = self._waiting, deque()
+        epochs = list(map(self._epoch_of, waiting))
+        now = [self._cut(split) for split, epoch in zip(waiting, epochs) if epoch == min(epochs)]
+        self._waiting.extend(split for split, epoch in zip(waiting, epochs) if epoch != min(epochs))
+        this_epoch = sorted(map(self.range_of, map(_rest, now)))
         total = self._num_dealt.total() + sum(end - begin for _, _, begin, end in this_epoch)
         left = deque(this_epoch)
         for replica in range(self._num_replicas):

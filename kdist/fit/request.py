@@ -327,7 +327,7 @@ class Fit:
         return prepared.plan(shape.num_ps, self.config.strategy, shape.num_workers)
 
     def model_is_elsewhere(self) -> ConfigError:
-        """Why a model whose trained values stayed on the servers of such a fit cannot be used."""
+        """An error that says why a model whose trained values stayed on the servers of such a fit cannot be used."""
         return ConfigError(
             f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
             f"{self.config.run.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; "
@@ -474,7 +474,8 @@ class Fit:
                 now = EpochLengths(per_pass, per_pass, spec.count.begin, per_step=batches_per_step)
             return replace(now, per_step=next_batches_per_step).placed(step, following, now.left_at(step))
         left = (lengths.begin_of(following) - step) * batches_per_step
-        if isinstance(data, SharedData):
+        if isinstance(data, SharedData) and not data.splits.mixes_epochs:
+            # Asynchronous workers have read more than the steps that are counted, and may be in the next epoch.
             left = data.splits.left_of_epoch or data.batches_per_pass(readers) or 0
         steps_left = math.ceil(left / next_batches_per_step)
         return replace(fresh, first_step=step + steps_left - replace(fresh, first_step=0).begin_of(following))

@@ -10,6 +10,7 @@ from kdist.data.shares import ShareQueue, shares_in
 from kdist.data.splits import SplitQueue, Splits
 from kdist.hooks.base import Hook, RunContext, RunValues, Session
 from kdist.log import warn
+from kdist.run.resizes import Resize
 
 #: Data may arrive in small pieces; not every wait is worth a line.
 _LINE_SECS = 60.0
@@ -99,6 +100,9 @@ class SharesPosition(DataPosition):
         self._splits.last_step = session.last_step if session.is_asynchronous else None
         state = session.checkpoints.data_state(session.global_step) if self._resumes else None
         self._splits.restore_at(session.global_step, state if shares_in(state) else None)
+
+    def after_resize(self, session: Session, resize: Resize) -> None:
+        self._splits.end_at(session.last_step if session.is_asynchronous else None)
 
 
 def hooks_of(splits: Splits | None, *, resumes: bool) -> list[Hook]:

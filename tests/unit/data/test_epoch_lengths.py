@@ -1,6 +1,8 @@
 """Epochs end where Keras ends them."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import models
@@ -9,7 +11,9 @@ import pytest
 from helpers import in_short, toy_data
 
 import kdist
+from kdist.cluster.spec import ClusterShape
 from kdist.data.epoch_lengths import EpochLengths
+from kdist.data.shares import SharedData
 
 
 class Epochs(keras.callbacks.Callback):
@@ -82,3 +86,19 @@ def test_with_several_workers_an_epoch_has_the_steps_that_it_is_asked_for(
     lengths = request.epoch_lengths(request.training_data)
     assert lengths is not None
     assert [lengths.length_of(epoch) for epoch in range(3)] == [length] * 3
+
+
+def test_epochs_of_asynchronous_workers_go_on_when_their_number_changes(run_dir: Path) -> None:
+    x, y = (np.concatenate([part] * 10)[:320] for part in toy_data())
+    request = kdist.Trainer(models.mlp, "1ps1w", run_dir=run_dir)._fit_of(
+        x, y, batch_size=8, steps_per_epoch=10, epochs=100
+    )
+    data = SharedData(request.training_data, 1, [205])
+    # Of a range of several epochs.
+    data.splits.assign(0)
+    data.splits.advance(0, 5)
+    spec: Any = SimpleNamespace(epoch_lengths=request.epoch_lengths(request.training_data), data=data)
+    for step, workers in ((205, 2), (500, 1)):
+        spec.epoch_lengths = request.lengths_on(ClusterShape(1, workers), spec, step, 1)
+        assert spec.epoch_lengths.epoch_at(step) == step // 10
+        assert spec.epoch_lengths.begin_of(100) == 1000

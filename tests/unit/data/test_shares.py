@@ -35,7 +35,7 @@ def read(splits: ShareQueue, worker: int, most: int, seen: Counter[tuple[int, in
 def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(batches: int, epochs: int, seed: int) -> None:
     rng, splits, seen = random.Random(seed), queue(batches=batches), Counter[tuple[int, int]]()
     workers = [0, 1, 2]
-    left = splits.last_step = epochs * SHARES * batches
+    left = last_step = splits.last_step = epochs * SHARES * batches
     splits.begin_to_count(0)
     while left:
         if rng.random() < 0.05:
@@ -43,7 +43,15 @@ def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(batches: i
             if gone is None:
                 workers.append(max(workers) + 1)
             else:
+                if rng.random() < 0.5:
+                    # In the middle of a call.
+                    splits.reserve(gone, min(left, 16))
                 splits.give_back(gone)
+        if rng.random() < 0.02:
+            # A run that is resumed.
+            state, splits = splits.state(), queue(batches=batches)
+            splits.last_step = last_step
+            splits.restore_at(last_step - left, state)
         # A call takes as many as it has steps, or to the end of its range.
         left -= read(splits, rng.choice(workers), min(left, rng.choice([1, 4, 16])), seen)
 
@@ -51,18 +59,99 @@ def test_workers_that_come_and_go_read_each_batch_once_in_every_epoch(batches: i
     assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(epochs * batches)}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_workers_change_place_as_rarely_in_short_epochs_as_in_long_ones(workers: int) -> None:
+@pytest.mark.parametrize("batches", [1, 4, BATCHES])
+@pytest.mark.parametrize("gone", [[], [2], [0, 1]])
+def test_fewer_workers_than_shares_read_all_shares_at_the_same_pace(gone: list[int], batches: int) -> None:
+    rng, splits, seen = random.Random(1), queue(batches=batches), Counter[tuple[int, int]]()
+    # From the beginning, or when some are lost.
+    workers = [0] if not gone else [worker for worker in range(SHARES) if worker not in gone]
+    left = splits.last_step = SHARES * 6000
+    splits.begin_to_count(0)
+    if gone:
+        while left > SHARES * 5000:
+            left -= read(splits, rng.randrange(SHARES), 16, seen)
+        for worker in gone:
+            splits.give_back(worker)
+        while left > SHARES * 4000:
+            left -= read(splits, rng.choice(workers), 16, seen)
+
+    for _ in range(1000):
+        left -= read(splits, rng.choice(workers), 16, seen)
+        epochs = [sum(of == share for of, _ in seen) // batches for share in range(SHARES)]
+        assert max(epochs) - min(epochs) <= 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("batches", "missing"), [(4, 32), (60, 40), (60, 80)])
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_a_run_that_ends_early_misses_what_is_last(workers: int, batches: int, missing: int, seed: int) -> None:
+    rng, splits, seen = random.Random(seed), queue(batches=batches), Counter[tuple[int, int]]()
+    left = splits.last_step = SHARES * 3000
+    splits.begin_to_count(0)
+    while left > missing:
+        left -= read(splits, rng.randrange(workers), min(left - missing, 16), seen)
+
+    times = Counter((share, batch % batches) for share, batch in seen)
+    # A call of one worker may be of the next epoch.
+    assert min(times.values()) >= 3000 // batches - -(-missing // (SHARES * batches)) - 2
+
+
+def test_what_is_left_of_an_epoch_is_that_of_the_present_one() -> None:
+    splits = queue(batches=10)
+    for worker in range(SHARES):
+        splits.assign(worker)
+        splits.advance(worker, 10)
+    assert splits.left_of_epoch == 0
+    # Of 50 epochs.
+    for worker in range(SHARES):
+        splits.assign(worker)
+        splits.advance(worker, 14)
+
+    assert splits.batches_left(0) == 486
+    assert splits.left_of_epoch == 3 * 6
+
+
+def test_ranges_of_several_epochs_are_read_one_by_one_by_synchronous_workers() -> None:
+    splits, synchronous = queue(batches=10), queue(batches=10, mixes_epochs=False)
+    dealt = DealtShares(lambda _, passes: passes * 10, SHARES, [0] * SHARES)
+    for worker in [*range(SHARES)] * 2:
+        splits.assign(worker)
+        splits.advance(worker, min(7 + worker, splits.batches_left(worker) or 0))
+    seen = Counter[tuple[int, int]]()
+    for other in (synchronous, dealt):
+        other.restore(splits.state())
+        seen.clear()
+        while sum(seen.values()) < 60:
+            for worker in range(SHARES):
+                read(other, worker, 1, seen)
+        assert max(batch for _, batch in seen) <= 10 + 2 * 10 + 9
+
+
+def test_a_run_whose_end_changes_reads_all_of_its_last_epoch() -> None:
+    splits, seen, left = queue(batches=10), Counter[tuple[int, int]](), 3 * 10 * SHARES
+    splits.last_step = 2000
+    splits.begin_to_count(0)
+    splits.end_at(left)
+    while left:
+        left -= read(splits, random.Random(left).randrange(SHARES), min(left, 16), seen)
+
+    assert seen.keys() == {(share, batch) for share in range(SHARES) for batch in range(30)}
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+def test_workers_change_place_nearly_as_rarely_in_short_epochs_as_in_long_ones(workers: int) -> None:
     places = Counter[int]()
     for batches in (4, 1000):
         rng, splits = random.Random(1), queue(batches=batches)
-        left = splits.last_step = SHARES * 4000
+        # Of long runs: ranges become short at the end of one.
+        left = splits.last_step = SHARES * 40_000
         splits.begin_to_count(0)
         while left:
             left -= read(splits, rng.randrange(workers), min(left, 16), Counter())
         places[batches] = sum(map(splits.num_given, range(workers)))
 
-    assert places[4] <= 2 * places[1000]
+    # Three hundred times as often, if each epoch was one range.
+    assert places[4] <= 4 * places[1000]
 
 
 def test_a_worker_takes_half_of_what_another_one_has_left_and_not_what_its_call_reads() -> None:
