@@ -34,8 +34,8 @@ T = TypeVar("T")
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
 AUTO_CALL_SECS = 1.0
 _AUTO_MAX_STEPS = 64
-# Nothing can be saved while a call is prepared, which takes at least four times as long for four times the steps. So it
-# has to be over well before the time ends that a signal leaves (`run.grace_secs`).
+# Nothing can be saved while a call is prepared. So that has to be over well before the time ends that a signal leaves
+# (`run.grace_secs`).
 AUTO_PREPARE_SECS = 10.0
 GROWTH = 4
 # A call costs the chief about 2 ms of its CPU, whatever it takes on the worker. Where the chief is what limits, that is
@@ -374,8 +374,9 @@ class CallSizer:
         self._prepares_again = False
         self._trained_secs = 0.0
         self._trained_steps = 0
-        #: The duration of a step with the previous size.
+        #: The duration of a step with the previous size; after a change of the cluster, its ratio to the present one.
         self._step_secs_before: float | None = None
+        self._times_slower: float | None = None
 
     @property
     def steps_per_call(self) -> int:
@@ -384,7 +385,7 @@ class CallSizer:
 
     @property
     def longest_secs(self) -> float:
-        """How long a call that is chosen may take; the more workers, the longer, so that one chief can drive them."""
+        """The limit of a call that is chosen; the more workers, the longer, so that one chief can drive them."""
         return max(AUTO_CALL_SECS, _SECS_PER_WORKER * self.num_workers)
 
     @property
@@ -395,11 +396,23 @@ class CallSizer:
         self._step = step
 
     def resize(self, num_workers: int) -> None:
-        """Measures anew, since as many workers share the steps from now on, or tasks prepare the calls again."""
+        """Measures anew, since as many workers share the steps from now on, or tasks prepare the calls again.
+
+        The rate need not follow their number: the chief, servers or cores may be the limit. Of the previous size it is
+        assumed that a step takes as many times longer as it did.
+        """
         if self._step_secs_before is not None:
-            self._step_secs_before *= self.num_workers / num_workers
+            self._times_slower = None
+            if self._trained_secs >= _AUTO_FIRST_SECS and self._trained_steps:
+                self._times_slower = self._step_secs_before * self._trained_steps / self._trained_secs
+            self._step_secs_before = None
         self.num_workers = num_workers
-        self._trained_secs, self._trained_steps, self._prepares_again = 0.0, 0, True
+        self._trained_secs, self._trained_steps = 0.0, 0
+        self.prepare_again()
+
+    def prepare_again(self) -> None:
+        """Counts what the calls cost that tasks prepare again only once."""
+        self._prepares_again = True
 
     def next_size(self, remaining: int) -> int:
         """The steps of the next call when `remaining` steps are left to assign."""
@@ -417,8 +430,11 @@ class CallSizer:
         """Learns from finished steps of all workers; `warming_up` if functions were traced or prepared meanwhile."""
         self._step += num_steps
         if warming_up:
-            # What it cost before would count once more for each change of the cluster.
-            self._cost_secs = secs + (0.0 if self._prepares_again else self._cost_secs)
+            if self._prepares_again and self._cost_secs:
+                # What takes longer than the first time was waiting for tasks, and would count again for each of them.
+                self._cost_secs = min(secs, self._cost_secs)
+            else:
+                self._cost_secs += secs
             self._prepares_again = False
             return
         self._trained_secs += secs
@@ -431,7 +447,7 @@ class CallSizer:
         """Takes calls of another size if they are expected to pay; `step_secs` of all workers together."""
         is_known = self._trained_secs >= self._cost_secs or self._is_only_beginning(step_secs)
         if is_known and self._pays(GROWTH * self._auto, step_secs):
-            self._step_secs_before = step_secs
+            self._step_secs_before, self._times_slower = step_secs, None
             self._begin_with(GROWTH * self._auto)
 
     def _begin_with(self, size: int) -> None:
@@ -440,7 +456,7 @@ class CallSizer:
 
     def _is_only_beginning(self, step_secs: float) -> bool:
         """Tells whether single steps are known to be the smaller part of what is left to train."""
-        if self._last_step is None or self._step_secs_before is not None or self._trained_secs < _AUTO_FIRST_SECS:
+        if self._last_step is None or self._auto > 1 or self._trained_secs < _AUTO_FIRST_SECS:
             return False
         # Two more sizes are to come.
         return self._steps_left * step_secs >= self._cost_of(GROWTH) + self._cost_of(GROWTH**2)
@@ -451,11 +467,11 @@ class CallSizer:
             return False
         if self._cost_of(larger) > AUTO_PREPARE_SECS:
             return False
-        if self._step_secs_before is None:
+        before = self._step_secs_before if self._times_slower is None else self._times_slower * step_secs
+        if before is None:
             # Most of the time of a single step may be that of its call.
             return True
-        saved = (self._step_secs_before - step_secs) / GROWTH
-        return saved * self._steps_left >= self._cost_of(larger)
+        return (before - step_secs) / GROWTH * self._steps_left >= self._cost_of(larger)
 
     def _cost_of(self, size: int) -> float:
         """The seconds that preparing calls of another size takes."""

@@ -228,6 +228,7 @@ class SyncReplicas(ServersStrategy):
         step = self._present_step()
         if self._lockstep is None:
             self.warming_up = True
+            self._sizer.prepare_again()
             self._lockstep = InGraphSyncCalls(
                 self._prepared.replica_step,
                 self._store,

@@ -124,21 +124,46 @@ def test_auto_leaves_single_steps_at_once_if_what_is_left_takes_as_long_as_two_m
 
 def test_auto_counts_what_the_last_change_of_the_cluster_cost_and_not_all_of_them() -> None:
     sizer = grown_to_16(10_000_000, cost=2.0)
-    for _ in range(3):
-        sizer.resize(1)
+    for again in (lambda: sizer.resize(1), sizer.prepare_again, sizer.prepare_again):
+        again()
         sizer.observe(16, 2.0, warming_up=True)
     trained(sizer, 5, rate=250)
     assert sizer.steps_per_call == 64
 
 
-@pytest.mark.parametrize(("rate", "size"), [(400, 16), (500, 64)])
-def test_auto_compares_a_size_with_the_one_before_as_if_as_many_workers_had_run_it(rate: int, size: int) -> None:
-    sizer = grown_to_16(10_000_000)
-    # Calls of four made 200 steps/s on one worker.
+def test_auto_does_not_count_waiting_for_tasks_as_the_cost_of_a_call() -> None:
+    sizer = grown_to_16(10_000_000, cost=2.0)
+    sizer.resize(1)
+    sizer.observe(16, 60.0, warming_up=True)
+    trained(sizer, 5, rate=250)
+    assert sizer.steps_per_call == 64
+
+
+# On one worker, calls of four made 200 steps/s.
+@pytest.mark.parametrize(("before", "size"), [(201, 16), (250, 64)])
+# Two may be twice as fast, or no faster, as on the same core.
+@pytest.mark.parametrize("times_faster", [1, 1.5, 2])
+def test_auto_compares_a_size_with_the_one_before_as_they_were_on_as_many_workers(
+    before: int, size: int, times_faster: float
+) -> None:
+    # A hundred seconds are left.
+    sizer = grown_to_16(int(100 * before * times_faster))
+    trained(sizer, 0.5, rate=before)
     sizer.resize(2)
-    sizer.observe(16, 2.0, warming_up=True)
-    trained(sizer, 5, rate)
+    sizer.resize(2)
+    sizer.observe(16, 1.0, warming_up=True)
+    trained(sizer, 2, rate=before * times_faster)
     assert sizer.steps_per_call == size
+
+
+def test_auto_tries_a_larger_size_if_the_cluster_changes_before_the_present_one_is_known() -> None:
+    sizer = grown_to_16(1_000_000)
+    sizer.resize(2)
+    sizer.observe(16, 1.0, warming_up=True)
+    trained(sizer, 0.5, rate=200)
+    assert sizer.steps_per_call == 16
+    trained(sizer, 1.0, rate=200)
+    assert sizer.steps_per_call == 64
 
 
 def test_auto_keeps_a_size_that_brought_nothing() -> None:
