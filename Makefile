@@ -20,7 +20,7 @@ help:
 	@echo "             writes its table in docs/compatibility.md"
 	@echo "make long    make hosts, and other tests that take minutes, among them every command of the documentation, an hour"
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
-	@echo "make matrix  lint's import checks, unit and oracle tests with the lowest and highest versions, 25 minutes"
+	@echo "make matrix  lint's import checks, unit, oracle and Keras's own tests with the lowest and highest versions, 25 minutes"
 	@echo "make docs    the documentation, in build/site"
 	@echo "make bench   kdist beside its peers on this machine, half an hour; with QUICK=1 one model in 5;"
 	@echo "             with PEERS=torch beside PyTorch as well, which pip installs"

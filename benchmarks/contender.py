@@ -30,7 +30,7 @@ _TRIAL_SECS = 0.6
 
 @dataclass(frozen=True)
 class Entry:
-    """Who races in what.
+    """A contender in a race.
 
     Attributes:
         name: in tables.
@@ -149,7 +149,7 @@ class Contender:
         return {"largest": max(sizes), "sum": sum(sizes)}
 
     def said(self, what: str) -> str | None:
-        """What it wrote beside its progress, if anything."""
+        """The text that it wrote beside its progress, if any."""
         path = self._folder / "progress" / what
         return path.read_text() if path.exists() else None
 

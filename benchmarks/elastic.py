@@ -1,4 +1,4 @@
-"""Clusters that are resized while they train: `python -m benchmarks.elastic`, about 6 minutes.
+"""Clusters that are resized while they train: `python -m benchmarks.elastic`, about 10 minutes.
 
 Values that move: seconds in which training stands still, and the growth of the chief. Workers that join: the rate of
 those that were there, and that of all afterwards beside runs that began in that shape, in pairs. Each run is a process

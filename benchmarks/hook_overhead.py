@@ -1,4 +1,4 @@
-"""What the default hooks cost: one run that trains with them and without them by turns.
+"""The cost of the default hooks: one run that trains with them and without them by turns.
 
 Two contenders that race each other differ by more than hooks cost.
 """

@@ -18,7 +18,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 
 def prefix() -> list[str]:
-    """What to put before a command; nothing where the system permits no namespaces."""
+    """The beginning of a command that runs isolated; empty where the system permits no namespaces."""
     unshare = ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode == 0:
         return [*unshare, sys.executable, "-m", "benchmarks.isolated"]

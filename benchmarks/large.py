@@ -137,7 +137,7 @@ def _peak_bytes(pid: str) -> int:
 
 @contextmanager
 def _rows() -> Iterator[Iterator[tuple[str, list[str]]]]:
-    """What is measured: its name, and the arguments of the process; `{}` is a new run dir, `{n}` that of row n."""
+    """A measurement: its name, and the arguments of the process; `{}` is a new run dir, `{n}` that of row n."""
     with tempfile.TemporaryDirectory() as folder:
 
         def rows() -> Iterator[tuple[str, list[str]]]:

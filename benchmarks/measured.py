@@ -26,7 +26,7 @@ def measured(module: str, *arguments: str, timeout: float = 900, before: Sequenc
 
 
 def run(measurements: Mapping[str, Callable[..., Figures]], main: Callable[[], None]) -> None:
-    """What a module does as a program: a measurement of it, or all that it compares."""
+    """Runs a module as a program: a measurement of it, or all that it compares."""
     if sys.argv[1:2] == ["--measure"]:
         name, *arguments = sys.argv[2:]
         print(json.dumps(measurements[name](*arguments)))

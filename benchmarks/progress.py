@@ -1,4 +1,4 @@
-"""How a contender says how far it is: one number and its time in a memory map, which costs the contender nothing."""
+"""The progress of a contender: one number and its time in a memory map, which costs the contender nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which contenders race each other, and what has to come out of it."""
+"""The contenders of each race, and the goals."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Goal:
     at_least: float
 
     def ratio(self, medians: Mapping[str, float]) -> float | None:
-        """What it is; None if one of them did not race."""
+        """The ratio that was reached; None if one of them did not race."""
         if self.what in medians and self.against in medians:
             return medians[self.what] / medians[self.against]
         return None

@@ -1,4 +1,4 @@
-"""What came out of the races, as a table and as a picture."""
+"""The results of the races, as a table and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the CPU time of a small step goes: `python -m benchmarks.small_steps`, about 2 minutes; needs Linux's `perf`.
+"""The CPU time of a small step: `python -m benchmarks.small_steps`, about 2 minutes; needs Linux's `perf`.
 
 An MLP trains by `fit` of arrays with default hooks, while `perf` samples all cores. Each sample belongs to a job of the
 cluster by its process, and to a kind of work by its thread, library and function. Figures are microseconds of CPU for

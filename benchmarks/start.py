@@ -1,4 +1,4 @@
-"""Where the time goes until the first step is done: `python -m benchmarks.start`, about 2 minutes.
+"""The time until the first step is done, by what takes it: `python -m benchmarks.start`, about 2 minutes.
 
 Each run is a command of its own, `kdist +recipe=... cluster=2ps2w`; times are seconds, medians of several runs.
 """

@@ -1,4 +1,4 @@
-"""What every contender trains: the same models, batches and initial scale, said once for all frameworks.
+"""The workloads of all contenders: the same models, batches and initial scale, said once for all frameworks.
 
 A model is a list of layers in plain words, so that a Keras, a TF1 and a PyTorch program can each build it their own
 way.
@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def ids_per_example(self) -> int:
-        """How many ids of an example are looked up."""
+        """The number of ids of an example that are looked up."""
         table = self._table
         return len(table.tables) if isinstance(table, Clicks) else self.input_shape[0] if table else 0
 
@@ -124,7 +124,7 @@ class Workload:
         return inputs.astype(self.dtype), labels.astype("int32")
 
     def num_parameters(self) -> int:
-        """How many dense parameters there are: what has to travel. Tables do not count."""
+        """The number of dense parameters, which have to travel. Tables do not count."""
         shape, total = self.input_shape, 0
         for layer in self.layers:
             match layer:

@@ -147,13 +147,13 @@ def load_data(
 
 
 def table_lengths(max_rows: int) -> list[int]:
-    """How many rows the table of each column has."""
+    """The number of rows of the table of each column."""
     check_whole_number("model.max_rows", max_rows, required=True)
     return [min(max_rows, _ROWS_PER_ID * num_ids) for num_ids in CRITEO_CARDINALITIES]
 
 
 def features(lengths: Sequence[int]) -> Transform:
-    """What makes inputs of the model, and labels float32 [n, 1], of rows; hashes ids to tables of these lengths."""
+    """A transform of rows to inputs and labels, float32 [n, 1]; it hashes ids to tables of these lengths."""
 
     def transform(rows: Rows) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
         import tensorflow as tf

@@ -41,7 +41,7 @@ _MAX_PAIRED_IDS, _RANK = 100, 2
 
 
 class Truth:
-    """Where rows come from: their log-odds are a sum over counts, ids and pairs of ids.
+    """The distribution that rows are drawn from: their log-odds are a sum over counts, ids and pairs of ids.
 
     It is made in the graph that uses it, or outside of any.
 
@@ -126,7 +126,7 @@ class Truth:
 
 
 def scaled_cardinalities(scale: float) -> list[int]:
-    """How many ids each column has if there are `scale` times as many as Criteo's."""
+    """The number of ids of each column if there are `scale` times as many as Criteo's."""
     return [max(min(_MIN_IDS, num_ids), round(num_ids * scale)) for num_ids in CRITEO_CARDINALITIES]
 
 

@@ -1,4 +1,4 @@
-"""What two TF2 contenders share: servers, and `ParameterServerStrategy` connected to them."""
+"""The common part of two TF2 contenders: servers, and `ParameterServerStrategy` connected to them."""
 
 from __future__ import annotations
 

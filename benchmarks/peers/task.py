@@ -1,4 +1,4 @@
-"""What the process of a contender is told, and what all of them need."""
+"""The task of a contender's process, and what all contenders need."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Task:
         return Path(self.progress)
 
     def counter(self) -> Progress:
-        """Where this process counts its steps."""
+        """The counter of the steps of this process."""
         return Progress(self.folder / f"{self.job or 'chief'}-{self.index}")
 
     @property

@@ -49,10 +49,10 @@ class ClusterConfig:
     """Seconds without progress after which an unresponsive task is replaced, or the run fails; more than 0."""
 
     max_worker_restarts: int = 3
-    """How often each lost worker of a local cluster is restarted; at least 0."""
+    """The number of times that each lost worker of a local cluster is restarted; at least 0."""
 
     min_workers: int = 1
-    """How many workers a cluster that is resized keeps; with fewer, training waits for others. At least 1."""
+    """The fewest workers of a cluster that is resized; with fewer, training waits for others to join. At least 1."""
 
     scaler: str = "auto"
     """+hooks=autoscale: `local` processes, `none` (says what is better), `auto`, or a command with {workers}, {ps}."""
@@ -129,7 +129,7 @@ class ServerOptions:
     """Options of every strategy with parameter servers."""
 
     placement: str = "auto"
-    """Which server holds what: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few servers)."""
+    """The servers of variables: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few servers)."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
@@ -298,7 +298,7 @@ class TrainConfig:
     """Also validate at multiples of this step; null: only at the ends of epochs."""
 
     max_restarts: int = 3
-    """How often training resumes from the newest checkpoint after a failure; at least 0."""
+    """The number of times that training resumes from the newest checkpoint after a failure; at least 0."""
 
     validate_with_ema: bool = False
     """During training, validate the moving averages of an optimizer with `use_ema` instead of the parameters."""
@@ -321,7 +321,7 @@ class SweepConfig:
     """Validation metric whose best value counts; `steps_per_second`, `examples_per_second`, `seconds`; null: loss."""
 
     mode: Optional[str] = None
-    """Which values are better, `min` or `max`; null: asks the metric."""
+    """The better values, `min` or `max`; null: asks the metric."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:

@@ -31,8 +31,8 @@ class Autoscale(Hook):
     It measures the rate of examples for `every_secs`, in which nothing is prepared, before and after each change. When
     more workers are not worth it, the number stays; so it does after a task has left that was told to.
 
-    Of servers on this machine it names a hotspot, whose share of the servers' CPU time is 1.5 times the mean, and one
-    whose memory, as it grows, ends within an hour.
+    Of servers on this machine it names a hotspot, whose share of the servers' CPU time is 1.5 times the mean. It warns
+    if the servers, as they grow, use up the memory of the machine within an hour.
 
     Args:
         min_workers, max_workers: the limits.
@@ -154,7 +154,7 @@ class Autoscale(Hook):
 
 
 class MemoryEnd(NamedTuple):
-    """When memory ends, in seconds from now, and how fast it is used up."""
+    """The end of memory, in seconds from now, and how fast it is used up."""
 
     secs: float
     bytes_per_sec: float
@@ -203,7 +203,7 @@ class ServerWatch:
         return task, used[task] / total
 
     def memory_ends(self) -> MemoryEnd | None:
-        """When memory ends, if that is within an hour, by the slope of the last looks; told once."""
+        """The end of memory, if that is within an hour, by the slope of the last looks; told once."""
         left = self._left()
         if len(self._sizes) < _LOOKS or left is None or "memory" in self._named:
             return None

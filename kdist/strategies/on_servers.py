@@ -113,7 +113,7 @@ class ServersStrategy(StoreStrategy):
         self._connect(self._launch(log_dir), grace_secs)
 
     def why_unreadable(self, data: TrainingData, batch_size: int | None) -> str | None:
-        """Why the tasks, which were started, cannot read the data; None if a worker has read its first batch.
+        """The reason why the tasks cannot read the data; None if a worker, which was started, has read its first batch.
 
         That a task has all that a graph needs shows when it runs it, and not before.
         """
@@ -182,6 +182,8 @@ class ServersStrategy(StoreStrategy):
             with self._explaining():
                 coordinator.disconnect(resize.leaving)
             cluster.dismiss(resize.leaving)
+        # No step takes as long as that.
+        self._last_end = None
         return spec
 
     def _undo(self, resize: PendingResize, workers: Sequence[int], error: Exception) -> NoReturn:

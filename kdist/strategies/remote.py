@@ -157,7 +157,7 @@ class Remote(AllReduce):
         return range(self.num_replicas)
 
     def _told_of_data(self) -> Sequence[Any] | None:
-        """What the replicas are told of their batches: the arguments, or where they are; None if they know."""
+        """The batches, as the replicas are told of them: arguments, or their places; None if they know."""
         data, number = self._prepared.spec.data, self.num_replicas
         if isinstance(data.splits, DealtShares):
             return data.splits.places()

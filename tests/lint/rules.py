@@ -1,13 +1,16 @@
-"""Three rules of the code that no linter knows; `make lint` runs this as a script.
+"""Five rules that no linter knows; `make lint` runs this as a script.
 
 1. A private name of TensorFlow, Keras, Hydra or another room appears in `kdist/_compat` only.
 2. The default of a config key stands once, in `kdist/config/schema.py`. Elsewhere a default is `RunConfig.grace_secs`.
 3. Text that is read or written is UTF-8, whatever the locale says: every text file is opened with an encoding.
+4. A docstring begins with a verb or with a noun that names the thing, never with a question word.
+5. No text of the repository holds the markers of a merge conflict.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -19,6 +22,10 @@ PRIVATE_MODULES = ("tensorflow.python", "keras.src", "hydra._internal")
 ALLOWED = {"os._exit"}
 #: Words that mean something else where they are not config keys.
 NOT_ONLY_KEYS = {"name", "dir", "verbose"}
+_FOLDERS = ("docs", "conf", "deploy", "recipes", "benchmarks", ".github")
+QUESTION_WORDS = {"What", "Which", "How", "When", "Why", "Who", "Where"}
+#: Files that may hold markers of a conflict; Python would not compile.
+TEXT = ("*.md", "*.yml", "Makefile", *(f"{folder}/**/*.{end}" for folder in _FOLDERS for end in ("md", "yaml", "yml")))
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -72,6 +79,23 @@ def files_in_the_locale(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node)
 
 
+def questions(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, of attributes as well, that begins with a question word."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            line = node.value.value.strip().partition("\n")[0]
+            if line.partition(" ")[0] in QUESTION_WORDS:
+                yield node.lineno, line
+
+
+def conflicts(root: Path) -> Iterator[str]:
+    """The place of each marker of a merge conflict in Markdown, configs and code."""
+    for path in sorted(path for pattern in TEXT for path in root.glob(pattern)):
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.match(r"(<{7}|>{7}) ", text):
+                yield f"{path.relative_to(root)}:{line}: marker of a merge conflict"
+
+
 def config_keys() -> set[str]:
     """The last parts of all config keys that have a default."""
     from kdist.config.schema import Config
@@ -81,11 +105,15 @@ def config_keys() -> set[str]:
 
 def violations(root: Path = ROOT) -> list[str]:
     """One line for each, as `path:line: what is wrong`."""
-    keys, found = config_keys(), []
+    keys, found = config_keys(), list(conflicts(root))
+    for path in (path for folder in ("recipes", "benchmarks") for path in sorted((root / folder).rglob("*.py"))):
+        tree, where = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root)
+        found += [f"{where}:{line}: begins with a question word: {text}" for line, text in questions(tree)]
     for path in sorted((root / "kdist").rglob("*.py")):
         tree, where = ast.parse(path.read_text()), path.relative_to(root)
         room = where.parts[1]
         found += [f"{where}:{line}: no encoding: {text}" for line, text in files_in_the_locale(tree)]
+        found += [f"{where}:{line}: begins with a question word: {text}" for line, text in questions(tree)]
         if room != "_compat":
             found += [f"{where}:{line}: private name {text}: use kdist._compat" for line, text in private_names(tree)]
         # Hooks have arguments of their own, with defaults of their own in conf/hooks.
@@ -130,5 +158,5 @@ def _keys_of(schema: type) -> Iterator[str]:
 
 if __name__ == "__main__":
     found = violations()
-    print("\n".join(found) or "rules: private names in _compat only, one default for each key, text in UTF-8")
+    print("\n".join(found) or "rules: kept")
     sys.exit(bool(found))

@@ -412,8 +412,8 @@ KERAS_SUITE = """
 
 The tests of Keras's trainers, callbacks and models that call `fit`, `evaluate` or `predict`, with the methods of a
 `Trainer` in their place (`tests/keras_suite`): in one process, on a parameter server with one worker, with
-`strategy=sync_replicas` (`sync`), and with one all-reduce worker; `mirrored` has two devices at least. Where there is a
-cluster, only tests that call `fit` count. `make keras-suite` runs them, and writes this table.
+`strategy=sync_replicas` (`sync`), and with one all-reduce worker. Where there is a cluster, only tests that call `fit`
+count. `make keras-suite` runs them, and writes this table.
 
 """
 

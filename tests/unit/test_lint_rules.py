@@ -117,3 +117,26 @@ def test_a_wheel_has_every_package() -> None:
     text = (REPO / "pyproject.toml").read_text()
     listed = re.findall(r'"([\w.]+)"', text[text.index("\npackages = [") : text.index("[tool.setuptools.package-dir]")])
     assert sorted(listed) == sorted(found | configs)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ('"""What it does."""', True),
+        ('class A:\n    x: int\n    """Which one."""', True),
+        ('def f():\n    """The time when it began."""', False),
+        ('def f():\n    """Whatever is given."""', False),
+    ],
+)
+def test_a_docstring_that_begins_with_a_question_word_is_found(code: str, is_found: bool) -> None:
+    assert bool(list(rules.questions(ast.parse(code)))) is is_found
+
+
+def test_markers_of_a_merge_conflict_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "howto" / "page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("one\n<<<<<<< HEAD\ntwo\n=======\nthree\n>>>>>>> 0123abc\n")
+
+    assert list(rules.conflicts(tmp_path)) == [
+        f"docs/howto/page.md:{line}: marker of a merge conflict" for line in (2, 6)
+    ]
