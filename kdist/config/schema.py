@@ -129,7 +129,7 @@ class ServerOptions:
     """Options of every strategy with parameter servers."""
 
     placement: str = "auto"
-    """The servers of variables: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few servers)."""
+    """The way of variables to servers: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few)."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
@@ -321,7 +321,7 @@ class SweepConfig:
     """Validation metric whose best value counts; `steps_per_second`, `examples_per_second`, `seconds`; null: loss."""
 
     mode: Optional[str] = None
-    """The better values, `min` or `max`; null: asks the metric."""
+    """`min` if lower values are better, `max` if higher ones are; null: the metric decides."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -381,7 +381,7 @@ class RunConfig:
     """The address of that port; another than the loopback address opens it to the network."""
 
     health_port: Optional[int] = None
-    """Port at which every task answers /healthz and /readyz, at the interfaces of `cluster.bind`; null: none."""
+    """Port of /healthz and /readyz, of the chief and tasks that others start, at `cluster.bind`; null: none."""
 
     hparams: list[str] = field(default_factory=list)
     """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""

@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import tensorflow as tf
@@ -44,10 +44,10 @@ class ShareQueue(Splits):
     A range is a split called `epoch 3, share 0, batches 40 to 160`. A worker reserves what its next call reads; others
     may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. To
     change to another place takes time, so a worker goes on in its share, into the next epoch, while others have little
-    left to read of the last one. Ranges of short epochs span several while every share has a reader; with fewer workers
-    than shares, one of which would be read for long and then another one, they do not. Towards the end of a run ranges
-    become shorter (after guided self-scheduling, Polychronopoulos and Kuck, 1987), so that what is missing if it ends
-    early belongs to the last epochs. At the end, everything of the last epoch was read.
+    left to read of the last one. While every share has a reader, one range covers several short epochs. With fewer
+    workers than shares, a range ends with its epoch; otherwise one share would be read for many epochs before the next.
+    Towards the end of a run ranges become shorter (after guided self-scheduling, Polychronopoulos and Kuck, 1987), so
+    that a run that ends early misses batches of the last epochs only. At its end, all of its last epoch was read.
 
     Args:
         end_of: the number of batches of a share in its first so many passes.
@@ -92,8 +92,7 @@ class ShareQueue(Splits):
     @staticmethod
     def range_of(split: Split) -> tuple[int, int, int, int]:
         """The epoch, the share, the first batch and the end of a range."""
-        epoch, share, begin, end = map(int, re.findall(r"\d+", split.name))
-        return epoch, share, begin, end
+        return _range_named(split.name)
 
     def look(self) -> bool:
         with self._changed:
@@ -102,7 +101,7 @@ class ShareQueue(Splits):
 
     @property
     def left_of_epoch(self) -> int:
-        """The batches that were not read of the present epoch; of several that were begun, as if read one by one."""
+        """The number of unread batches of the present epoch; several that have begun count as if read one by one."""
         with self._changed:
             left, following = self._num_unread, self._num_found
             while following and left > (num_batches := self._length_of(following - 1)):
@@ -172,8 +171,8 @@ class ShareQueue(Splits):
         with self._changed:
             _, self._num_found, self._ends = decoded.get("found", [0, 0, begins])
             self._wait_with(decoded["unread"])
-            self._reserved.clear()
-            self._at.clear()
+            for of_workers in (self._reserved, self._at, self._kept):
+                of_workers.clear()
             self.begin_to_count(step)
 
     def begin_to_count(self, step: int) -> None:
@@ -194,7 +193,7 @@ class ShareQueue(Splits):
 
     @property
     def _spans_epochs(self) -> bool:
-        """True if a range may span epochs: none waits long for a reader while others are ahead."""
+        """True if there are as many workers as shares at least, so that no share falls behind for lack of a reader."""
         return self.mixes_epochs and len(self._kept) >= self._num_shares
 
     def _next_range(self, worker: int) -> Split:
@@ -206,7 +205,7 @@ class ShareQueue(Splits):
 
         def order(split: Split) -> tuple[int, bool, bool, int]:
             epoch, share, begin, _ = self.range_of(split)
-            first = 0 if spans_epochs else self._epoch_of(split)
+            first = 0 if spans_epochs else epoch
             return (first, (share, begin + split.num_read) != at, share not in kept, epoch)
 
         while True:
@@ -259,7 +258,7 @@ class ShareQueue(Splits):
         return epoch + bisect.bisect_right(following, batch, key=lambda number: self._end_of(share, number))
 
     def _cut(self, split: Split, num_reserved: int = 0) -> Split:
-        """The part of a range to the end of its epoch, or that of the batches that are reserved; the rest waits."""
+        """Ends a range with the epoch of its next batch, or of the last one that is reserved; the rest waits."""
         epoch, share, begin, end = self.range_of(split)
         following = self._epoch_of(split, max(0, num_reserved - 1)) + 1
         if (middle := self._end_of(share, following)) >= end:
@@ -382,6 +381,13 @@ def shares_in(state: str | None) -> int | None:
     """The number of shares of the data whose state it is, if that is one of a `ShareQueue`."""
     found = json.loads(state).get("found") if state else None
     return int(found[0]) if isinstance(found, list) and len(found) == 3 and isinstance(found[2], list) else None
+
+
+# A worker that looks for a range reads the names of all that wait.
+@lru_cache(maxsize=4096)
+def _range_named(name: str) -> tuple[int, int, int, int]:
+    epoch, share, begin, end = map(int, re.findall(r"\d+", name))
+    return epoch, share, begin, end
 
 
 def _name(epoch: int, share: int, begin: int, end: int) -> str:

@@ -398,8 +398,8 @@ class CallSizer:
     def resize(self, num_workers: int) -> None:
         """Measures anew, since as many workers share the steps from now on, or tasks prepare the calls again.
 
-        The rate need not follow their number: the chief, servers or cores may be the limit. Of the previous size it is
-        assumed that a step takes as many times longer as it did.
+        The rate need not follow their number: the chief, servers or cores may be the limit. The ratio between a step at
+        the previous size and one at the present size is assumed to stay the same.
         """
         if self._step_secs_before is not None:
             self._times_slower = None
@@ -411,7 +411,7 @@ class CallSizer:
         self.prepare_again()
 
     def prepare_again(self) -> None:
-        """Counts what the calls cost that tasks prepare again only once."""
+        """Lets the cost of the present calls, which tasks prepare again, replace the earlier one."""
         self._prepares_again = True
 
     def next_size(self, remaining: int) -> int:
@@ -430,11 +430,8 @@ class CallSizer:
         """Learns from finished steps of all workers; `warming_up` if functions were traced or prepared meanwhile."""
         self._step += num_steps
         if warming_up:
-            if self._prepares_again and self._cost_secs:
-                # What takes longer than the first time was waiting for tasks, and would count again for each of them.
-                self._cost_secs = min(secs, self._cost_secs)
-            else:
-                self._cost_secs += secs
+            # What it cost before would count once more for each change of the cluster.
+            self._cost_secs = secs + (0.0 if self._prepares_again else self._cost_secs)
             self._prepares_again = False
             return
         self._trained_secs += secs

@@ -157,6 +157,8 @@ class ServersStrategy(StoreStrategy):
     def finish_resize(self, resize: PendingResize, spec: TrainingSpec) -> TrainingSpec:
         cluster, coordinator = self._cluster, self._running()
         assert cluster is not None
+        # No step takes as long as a change of the cluster.
+        self._last_end = None
         spec = self._with_shares(spec)
         if self._stands_still_for(resize, spec):
             # Before workers join, which would take calls that are not for them.
@@ -182,8 +184,6 @@ class ServersStrategy(StoreStrategy):
             with self._explaining():
                 coordinator.disconnect(resize.leaving)
             cluster.dismiss(resize.leaving)
-        # No step takes as long as that.
-        self._last_end = None
         return spec
 
     def _undo(self, resize: PendingResize, workers: Sequence[int], error: Exception) -> NoReturn:
@@ -385,14 +385,14 @@ class ServersStrategy(StoreStrategy):
         if self._in_call:
             self._losses[worker] += 1
             in_a_row = self._losses[worker]
-        if splits is not None and (split := splits.split_of(worker)) is not None:
-            in_a_row, place = splits.count_loss(split), split.place
-            # One loss says nothing about what was read.
-            may_skip = in_a_row >= max(_NAMED_AFTER, self._max_worker_restarts)
-            if may_skip and splits.skip(worker, f"{in_a_row} workers in a row were lost while they read it"):
-                in_a_row = 0
-            else:
-                splits.give_back(worker)
+        if splits is not None:
+            if (split := splits.split_of(worker)) is not None:
+                in_a_row, place = splits.count_loss(split), split.place
+                # One loss says nothing about what was read.
+                may_skip = in_a_row >= max(_NAMED_AFTER, self._max_worker_restarts)
+                if may_skip and splits.skip(worker, f"{in_a_row} workers in a row were lost while they read it"):
+                    in_a_row = 0
+            splits.give_back(worker)
         self._has_more_to_read()
         if in_a_row >= _NAMED_AFTER:
             self._name_repeated_loss(worker, in_a_row, place)

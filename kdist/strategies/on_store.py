@@ -45,6 +45,8 @@ class StoreStrategy(Strategy):
     _ahead: StepLogs | None = None
     #: When the last run ended, if it left steps in flight.
     _last_end: float | None = None
+    #: The time of the present run in which it waited for tasks that are lost, or found out which.
+    _waited_secs = 0.0
     _sweeper: Sweeper | None = None
     #: The other tasks, if there are any.
     _cluster: Cluster | None = None
@@ -102,7 +104,7 @@ class StoreStrategy(Strategy):
             self._sweeper.wait()
 
     def run(self, num_steps: int, interrupted: Callable[[], bool], may_begin: int | None = None) -> StepLogs | None:
-        self.warming_up = False
+        self.warming_up, self._waited_secs = False, 0.0
         # Steps that were started before count from then on.
         started = self._last_end if self._last_end is not None else time.perf_counter()
         num_finished = 0
@@ -123,7 +125,7 @@ class StoreStrategy(Strategy):
         else:
             self._ahead = None
         now = time.perf_counter()
-        self._observe(num_finished, now - started)
+        self._observe(num_finished, now - started - self._waited_secs)
         self._last_end = None if self.is_idle else now
         return logs
 

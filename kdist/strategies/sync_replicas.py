@@ -193,6 +193,7 @@ class SyncReplicas(ServersStrategy):
         everyone = everyone and (self._splits is None or self._splits.are_endless)
         # Between two phases no worker can be replaced by another one.
         if everyone or self._has_phases:
+            began = time.perf_counter()
             try:
                 if (logs := self._lockstep_call(may_begin)) is not None:
                     return logs
@@ -201,10 +202,12 @@ class SyncReplicas(ServersStrategy):
                     raise
                 # Sometimes that is all that is left of the error of a worker; by itself, it reports its own.
                 self._recover_lockstep(error)
+                self._waited_secs += time.perf_counter() - began
             except tf.errors.OpError as error:
                 if not may_be_lost(error):
                     raise
                 self._recover_lockstep(error)
+                self._waited_secs += time.perf_counter() - began
                 return self._next_logs(may_begin, interrupted)
             if self._has_phases:
                 raise TaskError("a worker", no_batch())
@@ -376,10 +379,10 @@ class SyncReplicas(ServersStrategy):
         Raises:
             ClusterError: they did not return, and `on_lost_worker=fail`.
         """
-        needed = self._quorum.replicas_to_aggregate
-        deadline = time.monotonic() + self._worker_timeout
-        while self._reachable() < needed and (left := deadline - time.monotonic()) > 0:
+        needed, began = self._quorum.replicas_to_aggregate, time.monotonic()
+        while self._reachable() < needed and (left := began + self._worker_timeout - time.monotonic()) > 0:
             self._running().wait_a_moment(left)
+        self._waited_secs += time.monotonic() - began
         if self._reachable() >= needed:
             return
         names = self._names(self._lost() - self._done_without)

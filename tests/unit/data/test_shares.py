@@ -81,6 +81,23 @@ def test_fewer_workers_than_shares_read_all_shares_at_the_same_pace(gone: list[i
         assert max(epochs) - min(epochs) <= 2
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_worker_that_has_gone_between_two_ranges_does_not_count_as_a_reader(is_restored: bool) -> None:
+    splits = queue(batches=4)
+    for worker in range(SHARES):
+        splits.assign(worker)
+        splits.advance(worker, 4)
+    if is_restored:
+        # On another cluster, with fewer workers.
+        splits.restore_at(12, splits.state())
+    else:
+        splits.give_back(2)
+
+    for worker in (0, 1):
+        splits.assign(worker)
+        assert splits.batches_left(worker) == 4
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("batches", "missing"), [(4, 32), (60, 40), (60, 80)])
 @pytest.mark.parametrize("workers", [1, 3, 5])

@@ -131,12 +131,12 @@ def test_auto_counts_what_the_last_change_of_the_cluster_cost_and_not_all_of_the
     assert sizer.steps_per_call == 64
 
 
-def test_auto_does_not_count_waiting_for_tasks_as_the_cost_of_a_call() -> None:
+def test_auto_knows_that_calls_of_more_tasks_take_longer_to_prepare() -> None:
     sizer = grown_to_16(10_000_000, cost=2.0)
     sizer.resize(1)
-    sizer.observe(16, 60.0, warming_up=True)
+    sizer.observe(16, 3.0, warming_up=True)
     trained(sizer, 5, rate=250)
-    assert sizer.steps_per_call == 64
+    assert sizer.steps_per_call == 16
 
 
 # On one worker, calls of four made 200 steps/s.
