@@ -30,6 +30,8 @@ _FEWEST_BATCHES = 4
 #: Epochs whose shares have fewer batches are handed out several at once: to begin at another place takes a worker as
 #: long as many small steps.
 _LONG_RANGE = 500
+#: The same with fewer workers than shares: as many batches as a call may read, by which workers are apart anyway.
+_TURN = 64
 #: Another worker has little left if it is this part of a share.
 _LITTLE = 4
 #: The examples of so many shares stay with a worker.
@@ -44,10 +46,10 @@ class ShareQueue(Splits):
     A range is a split called `epoch 3, share 0, batches 40 to 160`. A worker reserves what its next call reads; others
     may take the rest of its range, so that each batch is read once in every epoch, except a call that was lost. To
     change to another place takes time, so a worker goes on in its share, into the next epoch, while others have little
-    left to read of the last one. While every share has a reader, one range covers several short epochs. With fewer
-    workers than shares, a range ends with its epoch; otherwise one share would be read for many epochs before the next.
-    Towards the end of a run ranges become shorter (after guided self-scheduling, Polychronopoulos and Kuck, 1987), so
-    that a run that ends early misses batches of the last epochs only. At its end, all of its last epoch was read.
+    left to read of the last one, and one range covers several short epochs. With fewer workers than shares, which take
+    turns, it covers few; otherwise one share would be read for many epochs before the next. Towards the end of a run
+    ranges become shorter (after guided self-scheduling, Polychronopoulos and Kuck, 1987), so that a run that ends early
+    misses batches of the last epochs only. At its end, all of its last epoch was read.
 
     Args:
         end_of: the number of batches of a share in its first so many passes.
@@ -147,7 +149,7 @@ class ShareQueue(Splits):
             self._at.pop(worker, None)
             self._kept.pop(worker, None)
             super().give_back(worker)
-            if not self._spans_epochs:
+            if not self._all_have_readers:
                 for reader, split in self._reading.items():
                     self._reading[reader] = self._cut(split, self._reserved[reader])
 
@@ -192,27 +194,32 @@ class ShareQueue(Splits):
         return sum(map(_num_left, self._unread))
 
     @property
-    def _spans_epochs(self) -> bool:
+    def _all_have_readers(self) -> bool:
         """True if there are as many workers as shares at least, so that no share falls behind for lack of a reader."""
         return self.mixes_epochs and len(self._kept) >= self._num_shares
+
+    @property
+    def _longest(self) -> int:
+        """The batches of a range that covers several epochs, at most."""
+        return _LONG_RANGE if self._all_have_readers else _TURN if self.mixes_epochs else 0
 
     def _next_range(self, worker: int) -> Split:
         """A range that waits, half of one that another worker has, or one of the next epoch."""
         kept, at = self._kept[worker], self._at.get(worker)
         if self._may_go_on(at):
             self._find_ranges()
-        spans_epochs = self._spans_epochs
+        all_have_readers = self._all_have_readers
 
         def order(split: Split) -> tuple[int, bool, bool, int]:
             epoch, share, begin, _ = self.range_of(split)
-            first = 0 if spans_epochs else epoch
+            first = 0 if all_have_readers else epoch
             return (first, (share, begin + split.num_read) != at, share not in kept, epoch)
 
         while True:
             if self._waiting:
                 split = min(self._waiting, key=order)
                 self._waiting.remove(split)
-                return split if spans_epochs else self._cut(split)
+                return split if all_have_readers else self._cut(split)
             if (stolen := self._half_of_another(kept)) is not None:
                 return stolen
             if self._reading and not self.mixes_epochs:
@@ -237,11 +244,9 @@ class ShareQueue(Splits):
 
     def _num_epochs_at_once(self) -> int:
         """The number of epochs that the next ranges span: up to half of what is left to be read."""
-        if not self._spans_epochs:
-            return 1
         most = self._num_beyond / 2
         of_one = self._length_of(self._num_found)
-        number = int(max(1, min(_LONG_RANGE * self._num_shares, most) // max(1, of_one)))
+        number = int(max(1, min(self._longest * self._num_shares, most) // max(1, of_one)))
         # Epochs need not be equally long.
         while number > 1 and self._num_batches_of(number) > most:
             number -= 1
@@ -258,9 +263,9 @@ class ShareQueue(Splits):
         return epoch + bisect.bisect_right(following, batch, key=lambda number: self._end_of(share, number))
 
     def _cut(self, split: Split, num_reserved: int = 0) -> Split:
-        """Ends a range with the epoch of its next batch, or of the last one that is reserved; the rest waits."""
+        """Ends a range with an epoch, behind the batches that are reserved; the rest waits."""
         epoch, share, begin, end = self.range_of(split)
-        following = self._epoch_of(split, max(0, num_reserved - 1)) + 1
+        following = max(self._epoch_of(split, max(0, num_reserved - 1)) + 1, self._epoch_of(split, self._longest))
         if (middle := self._end_of(share, following)) >= end:
             return split
         self._waiting.append(Split(_name(following, share, middle, end)))
@@ -329,9 +334,10 @@ class DealtShares(ShareQueue):
         """The share that each replica reads next, and the batch of it."""
         return [place_in(self.assign(replica)) for replica in range(self._num_replicas)]
 
-    def _num_epochs_at_once(self) -> int:
+    @property
+    def _longest(self) -> int:
         # Each epoch is dealt by itself.
-        return 1
+        return 0
 
     @property
     def _unread(self) -> list[Split]:
