@@ -52,7 +52,7 @@ class ClusterConfig:
     """The number of times that each lost worker of a local cluster is restarted; at least 0."""
 
     min_workers: int = 1
-    """The fewest workers of a cluster that is resized; with fewer, training waits for others to join. At least 1."""
+    """The fewest workers that train after a resize; with fewer, training waits for others to join. At least 1."""
 
     scaler: str = "auto"
     """+hooks=autoscale: `local` processes, `none` (says what is better), `auto`, or a command with {workers}, {ps}."""
@@ -129,7 +129,7 @@ class ServerOptions:
     """Options of every strategy with parameter servers."""
 
     placement: str = "auto"
-    """The way of variables to servers: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few)."""
+    """Placement of variables on servers: `round_robin`, `greedy`, `partitioned` (splits), `auto` (splits, on few)."""
 
     # TensorFlow's `MinSizePartitioner` has the same threshold.
     partition_min_bytes: int = 256 << 10
@@ -381,7 +381,7 @@ class RunConfig:
     """The address of that port; another than the loopback address opens it to the network."""
 
     health_port: Optional[int] = None
-    """Port of /healthz and /readyz, of the chief and tasks that others start, at `cluster.bind`; null: none."""
+    """Port of /healthz and /readyz on the chief and on tasks that others started, at `cluster.bind`; null: none."""
 
     hparams: list[str] = field(default_factory=list)
     """Additional keys for TensorBoard's HParams tab, which shows overridden keys and a few others."""

@@ -327,7 +327,7 @@ class Fit:
         return prepared.plan(shape.num_ps, self.config.strategy, shape.num_workers)
 
     def model_is_elsewhere(self) -> ConfigError:
-        """An error that says why a model whose trained values stayed on the servers of such a fit cannot be used."""
+        """The error for the use of a model whose trained values stayed on the servers of such a fit."""
         return ConfigError(
             f"model {self.source.model.name}: has {num_bytes(self.source.model)} bytes, more than export_max_bytes="
             f"{self.config.run.export_max_bytes}, so its trained values are in {self.files.checkpoints().folder} only; "
@@ -445,7 +445,7 @@ class Fit:
         if lengths is not None and self.steps_per_epoch is None and isinstance(data.splits, DealtShares):
             # Its state knows where the epoch ends, to the batch.
             data.splits.restore(self.files.checkpoints().newest_data_state())
-            left = (data.splits.left_of_epoch - 1) % lengths.steps_per_pass + 1
+            left = data.splits.left_of_epoch or lengths.steps_per_pass
             return lengths.placed(step, count.epoch - count.first_epoch + 1, left)
         return None if lengths is None else lengths.continuing(self.count, step)
 

@@ -385,7 +385,7 @@ class CallSizer:
 
     @property
     def longest_secs(self) -> float:
-        """The limit of a call that is chosen; the more workers, the longer, so that one chief can drive them."""
+        """The seconds that a chosen call may take; the more workers, the longer, so that one chief can drive them."""
         return max(AUTO_CALL_SECS, _SECS_PER_WORKER * self.num_workers)
 
     @property

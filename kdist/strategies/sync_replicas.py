@@ -193,7 +193,7 @@ class SyncReplicas(ServersStrategy):
         everyone = everyone and (self._splits is None or self._splits.are_endless)
         # Between two phases no worker can be replaced by another one.
         if everyone or self._has_phases:
-            began = time.perf_counter()
+            began = time.monotonic()
             try:
                 if (logs := self._lockstep_call(may_begin)) is not None:
                     return logs
@@ -201,13 +201,11 @@ class SyncReplicas(ServersStrategy):
                 if self._has_phases:
                     raise
                 # Sometimes that is all that is left of the error of a worker; by itself, it reports its own.
-                self._recover_lockstep(error)
-                self._waited_secs += time.perf_counter() - began
+                self._recover_lockstep(error, began)
             except tf.errors.OpError as error:
                 if not may_be_lost(error):
                     raise
-                self._recover_lockstep(error)
-                self._waited_secs += time.perf_counter() - began
+                self._recover_lockstep(error, began)
                 return self._next_logs(may_begin, interrupted)
             if self._has_phases:
                 raise TaskError("a worker", no_batch())
@@ -275,8 +273,12 @@ class SyncReplicas(ServersStrategy):
         shares = {worker: GradientCounts(accepted=self._share(worker)) for worker in workers}
         return replace(logs, gradient_counts=(shares,) * size)
 
-    def _recover_lockstep(self, error: tf.errors.OpError) -> None:
+    def _recover_lockstep(self, error: tf.errors.OpError, began: float) -> None:
         """Finds out which task is lost after a call on all tasks failed, and how much of the call was applied.
+
+        Args:
+            error: of the call.
+            began: when the call did, by `time.monotonic`.
 
         Raises:
             TornUpdateError: an update was started and not finished, or not by all servers.
@@ -298,6 +300,7 @@ class SyncReplicas(ServersStrategy):
         self._step = None
         if not self._watched(self._store.counters.is_consistent):
             raise TornUpdateError(f"{self._names(self._lost())} was lost in the middle of an update")
+        self._waited_secs += time.monotonic() - began
 
     def _one_update(self) -> StepLogs | None:
         """Collects the gradients of one step and applies their mean; None if no worker has anything to read."""

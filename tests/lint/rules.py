@@ -3,7 +3,7 @@
 1. A private name of TensorFlow, Keras, Hydra or another room appears in `kdist/_compat` only.
 2. The default of a config key stands once, in `kdist/config/schema.py`. Elsewhere a default is `RunConfig.grace_secs`.
 3. Text that is read or written is UTF-8, whatever the locale says: every text file is opened with an encoding.
-4. A docstring begins with a verb or with a noun that names the thing, never with a question word.
+4. A docstring begins with a verb or with a noun that names the thing, never with a question word; not yet in tests.
 5. No text of the repository holds the markers of a merge conflict.
 """
 
