@@ -16,11 +16,12 @@ import psutil
 
 from benchmarks.isolated import bytes_received, prefix
 from benchmarks.peers.task import Task
-from benchmarks.progress import Progress
+from benchmarks.progress import PREPARED, Progress
 
 _START_SECS = 120.0
-#: Of kdist. A machine on which it starts more slowly takes as many times longer to prepare calls.
-_USUAL_START_SECS = 6.0
+# Until calls have their length; on a slow machine a large model takes a minute.
+_PREPARE_SECS = 180.0
+_WARM_UP_SECS = 0.5
 # After a rest caches are cold, and the kernel may have taken pages of the program.
 _SETTLE_SECS = 0.3
 # Of a turn: where a call has many steps, news of its end may be late, and that of one or two calls would not say how
@@ -38,14 +39,12 @@ class Entry:
         name: in tables.
         module: its program, in `benchmarks.peers`.
         task: what it trains, and on how many tasks.
-        warm_up_secs: seconds that it trains before it counts.
         can_rest: whether its processes can be stopped for a minute without taking each other for dead.
     """
 
     name: str
     module: str
     task: Task
-    warm_up_secs: float = 0.5
     can_rest: bool = True
 
     @property
@@ -53,6 +52,11 @@ class Entry:
         """Its name in results."""
         task = self.task
         return "/".join([task.workload, task.optimizer, "sync" if task.sync else "async", self.name])
+
+    @property
+    def is_kdist(self) -> bool:
+        """Whether it chooses the length of its calls while it trains, and says when it has."""
+        return self.module == "kdist_trainer"
 
     @property
     def has_tasks(self) -> bool:
@@ -105,7 +109,7 @@ class Contender:
                     raise RuntimeError(f"{entry.key} did not start:\n{self.log_tail()}")
                 time.sleep(0.02)
             self.start_secs = time.monotonic() - started
-            time.sleep(entry.warm_up_secs * max(1.0, self.start_secs / _USUAL_START_SECS))
+            self._warm_up()
             if entry.has_tasks:
                 self._choose_cores()
             self.pause()
@@ -157,6 +161,19 @@ class Contender:
 
     def log_tail(self) -> str:
         return "\n".join((self._folder / "log").read_text(errors="replace").splitlines()[-20:])
+
+    def _warm_up(self) -> None:
+        """Waits until it prepares nothing more.
+
+        Raises:
+            RuntimeError: it has ended, or does not stop preparing.
+        """
+        time.sleep(_WARM_UP_SECS)
+        deadline = time.monotonic() + _PREPARE_SECS
+        while self.entry.is_kdist and self.said(PREPARED) is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.entry.key} did not prepare its calls:\n{self.log_tail()}")
+            time.sleep(0.1)
 
     def _window(self, secs: float) -> Turn:
         # What is in flight is not of this window.

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 _RECORD = struct.Struct("qd")
+#: The name of a file beside the progress: exists when a contender prepares nothing more.
+PREPARED = "prepared"
 
 
 class Progress:

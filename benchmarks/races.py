@@ -10,18 +10,6 @@ from typing import Any
 from benchmarks.contender import Entry
 from benchmarks.peers.task import Task
 
-# Until the calls have their length.
-_KDIST_WARM_UP_SECS = {
-    "mlp": 6.0,
-    "cnn": 6.0,
-    "deep": 12.0,
-    "wide": 5.0,
-    "sleep": 2.0,
-    "embedding_200k": 11.0,
-    "embedding_1M": 11.0,
-    "criteo": 15.0,
-    "criteo_sleep": 3.0,
-}
 _WITH_ADAM = ("mlp", "deep")
 #: kdist as most users call it.
 ARRAYS = "kdist, fit of arrays"
@@ -30,7 +18,7 @@ _OF_ARRAYS = {"arrays": True}
 
 def kdist(workload: str, name: str = "kdist", **task: Any) -> Entry:
     """kdist with its default settings, but for what `task` says."""
-    return Entry(name, "kdist_trainer", Task(workload, **task), _KDIST_WARM_UP_SECS.get(workload, 4.0))
+    return Entry(name, "kdist_trainer", Task(workload, **task))
 
 
 def all_reduce(workload: str, name: str = "kdist, 2w", **task: Any) -> Entry:

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 import kdist
 from benchmarks.peers.task import Task, this_task
+from benchmarks.preparation import Preparation
+from benchmarks.progress import PREPARED
 from benchmarks.workloads import compiled_keras_model, dataset
 
 # Of arrays: an epoch is short, so that its end counts.
@@ -20,13 +22,17 @@ _STEPS = 100_000
 
 
 class Counted(kdist.hooks.Hook):
-    """Says how far training is that has no session in this process."""
+    """Says how far training is, and when its calls have their length."""
 
     def __init__(self, task: Task) -> None:
         self._progress = task.counter()
+        self._prepared = task.folder / PREPARED
+        self._preparation = Preparation()
 
     def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
         self._progress.set(context.session.global_step)
+        if self._preparation.is_over_after(values) and not self._prepared.exists():
+            self._prepared.touch()
 
 
 def main(task: Task) -> None:
@@ -42,7 +48,7 @@ def main(task: Task) -> None:
         cluster=f"{task.num_ps}ps{task.num_workers}w" if task.num_ps else f"{task.num_workers}w",
         strategy="auto" if not task.num_ps else "sync_replicas" if task.sync else "parameter_server",
         run_dir=task.folder / "run",
-        hooks=[Counted(task)] if of_arrays or not task.num_ps else (),
+        hooks=[Counted(task)],
         **options,
     )
     if of_arrays:
@@ -52,11 +58,9 @@ def main(task: Task) -> None:
     if not task.num_ps:
         trainer.fit(batches, steps=_STEPS, verbose=0)
         return
-    progress = task.counter()
     with trainer.session(batches, steps=_STEPS, verbose=0) as session:
         while not session.should_stop():
             session.run()
-            progress.set(session.global_step)
             if not (task.folder / "save_secs").exists():
                 session.strategy.drain()
                 started = time.monotonic()

@@ -147,24 +147,25 @@ class StepCounter(TimedHook):
         steps_per_sec, examples_per_sec = self._steady.steps_per_second, self._steady.examples_per_second
         if steps_per_sec is not None and examples_per_sec is not None:
             self.report(session, steps_per_sec, examples_per_sec)
-            self._report_workers(session, steps_per_sec, examples_per_sec)
+            of_workers = self._of_workers(steps_per_sec, examples_per_sec)
+            session.summaries.scalars("train", of_workers, session.global_step)
 
     def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
         """Reports the speed of training over all replicas; tracing does not count."""
         scalars = {"perf/steps_per_sec": steps_per_sec, "perf/examples_per_sec": examples_per_sec}
         session.summaries.scalars("train", scalars, session.global_step)
 
-    def _report_workers(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
+    def _of_workers(self, steps_per_sec: float, examples_per_sec: float) -> dict[str, float]:
+        """The rates of each worker, by tag."""
         by_worker = self._steady.gradients.by_worker
         num_all = max(1, sum(counts.accepted for counts in by_worker.values()))
+        rates = {}
         for worker, counts in by_worker.items():
             name = worker.replace(":", "_")
-            rates = {
-                f"perf/steps_per_sec/{name}": steps_per_sec * counts.accepted / max(1, self._steady.applied),
-                # All batches are full and have the same size.
-                f"perf/examples_per_sec/{name}": examples_per_sec * counts.accepted / num_all,
-            }
-            session.summaries.scalars("train", rates, session.global_step)
+            rates[f"perf/steps_per_sec/{name}"] = steps_per_sec * counts.accepted / max(1, self._steady.applied)
+            # All batches are full and have the same size.
+            rates[f"perf/examples_per_sec/{name}"] = examples_per_sec * counts.accepted / num_all
+        return rates
 
 
 class SummarySaver(TimedHook):
@@ -208,7 +209,10 @@ class SummarySaver(TimedHook):
         if session.is_asynchronous:
             session.summaries.histogram("train", "updates/staleness", np.concatenate(self._staleness), step)
         else:
-            for worker, counts in self._runs.gradients.by_worker.items():
-                name = worker.replace(":", "_")
-                by_tag = {f"sync/{what}/{name}": count for what, count in asdict(counts).items()}
-                session.summaries.scalars("train", by_tag, step)
+            by_worker = self._runs.gradients.by_worker.items()
+            by_tag = {
+                f"sync/{what}/{worker.replace(':', '_')}": count
+                for worker, counts in by_worker
+                for what, count in asdict(counts).items()
+            }
+            session.summaries.scalars("train", by_tag, step)

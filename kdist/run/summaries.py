@@ -131,10 +131,10 @@ class Summaries:
                 self._files[split] = _EventFile(self._folder / split)
             if split in self._unmarked:
                 start = SessionLog(status=SessionLog.START)
-                first = Event(wall_time=time.time(), step=self._unmarked[split], session_log=start)
-                self._files[split].write([first])
+                self._files[split].write(Event(wall_time=time.time(), step=self._unmarked[split], session_log=start))
                 del self._unmarked[split]
-            self._files[split].write([Event(wall_time=time.time(), step=step, summary=each) for each in summaries])
+            together = Summary(value=[value for each in summaries for value in each.value])
+            self._files[split].write(Event(wall_time=time.time(), step=step, summary=together))
         except OSError as error:
             # A file that ends in half a record cannot be continued; the next values go to a new one.
             if split in self._files:
@@ -150,7 +150,7 @@ def _summary(tag: str, metadata: SummaryMetadata, content: Any) -> Summary:
 
 
 class _EventFile:
-    """One event file, named as by TensorBoard's own writer. Values are flushed at once."""
+    """One event file, named as by TensorBoard's own writer. Events are flushed at once."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,15 +160,14 @@ class _EventFile:
         self._file = path.open("wb")
         self._records = RecordWriter(self._file)
         try:
-            self.write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+            self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except OSError:
             self.close()
             path.unlink()
             raise
 
-    def write(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._records.write(event.SerializeToString())
+    def write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
         self._file.flush()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
 from kdist.cluster.spec import ClusterChange, ClusterShape, Task
@@ -211,7 +212,8 @@ class TrainingSpec:
         if is_multi_optimizer(optimizer):
             optimizer = optimizer.optimizers[0]
             counter = step_counter(optimizer)
-        with keras.StatelessScope([(counter, step)]):
+        # Keras takes several times longer to convert a number than TensorFlow.
+        with keras.StatelessScope([(counter, tf.constant(step, counter.dtype))]):
             return float(optimizer.learning_rate)
 
     def set_learning_rate(self, value: float) -> None:
