@@ -23,11 +23,12 @@ import numpy as np
 
 import kdist
 from benchmarks.measured import Figures, measured, run
+from benchmarks.preparation import Preparation
 from benchmarks.workloads import WORKLOADS, compiled_keras_model
 
 _RUNS = (("2ps2w", "parameter_server"), ("2ps2w", "sync_replicas"), ("2w", "auto"), ("local", "auto"))
 _BATCHES_PER_EPOCH = 100
-_WARM_UP_SECS, _MEASURED_SECS = 8.0, 5.0
+_MEASURED_SECS = 5.0
 _SAMPLES_PER_SEC = 997
 #: What no cluster spends more on is not shown.
 _LEAST_MICROS = 10
@@ -56,14 +57,13 @@ def profile(run_dir: str, cluster: str, strategy: str) -> Figures:
     class Samples(kdist.hooks.Hook):
         def after_create_session(self, session: kdist.hooks.Session) -> None:
             self._pids = {**session.strategy.pids}
-            self._began = time.monotonic()
+            self._preparation = Preparation()
             self._perf: threading.Thread | None = None
 
         def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
-            now = time.monotonic()
-            if now - self._began < _WARM_UP_SECS:
+            if not self._preparation.is_over_after(values):
                 return
-            steps.append((now, values.global_step))
+            steps.append((time.monotonic(), values.global_step))
             if self._perf is None:
                 self._perf = threading.Thread(target=sample)
                 self._perf.start()

@@ -1,4 +1,4 @@
-"""What every test shares: quiet TensorFlow, and a check that no task and no environment variable is left behind."""
+"""Fixtures of every test: quiet TensorFlow, and a check that no task and no environment variable is left behind."""
 
 import fcntl
 import gc
@@ -54,7 +54,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tasks of all clusters are forked from: it imports TensorFlow once for all of them."""
+    """The process from which the tasks of all clusters are forked: it imports TensorFlow once for all of them."""
     with share_fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
         # A process that has just been started has no command line yet.
         wait_until(lambda: tasks_running(under=os.getpid(), and_fork_servers=True), 10, "it runs")

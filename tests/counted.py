@@ -36,7 +36,7 @@ def counting_model() -> keras.Model:
 
 
 def counts(model: keras.Model) -> np.ndarray:
-    """How often it was trained on each record."""
+    """The number of times that it was trained on each record."""
     kernel: np.ndarray = model.get_weights()[0][:, 0]
     return kernel
 

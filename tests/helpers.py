@@ -69,7 +69,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def objects_in(bucket: Any, under: str = "") -> dict[str, bytes]:
-    """What is in an S3 bucket, by names in which the time and the process of an event file are left out."""
+    """The contents of an S3 bucket, by names in which the time and the process of an event file are left out."""
     return {
         re.sub(r"(tfevents)\..*", r"\1", each.key.removeprefix(under)): each.get()["Body"].read()
         for each in bucket.objects.filter(Prefix=under)
@@ -97,7 +97,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def process_name(pid: int) -> str:
-    """What a process is called.
+    """The name of a process.
 
     Raises:
         OSError: it is gone.

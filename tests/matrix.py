@@ -75,7 +75,7 @@ def _offered(package: str, python: str) -> list[str]:
 
 
 def _run(row: Row) -> list[str]:
-    """What each check of a row came to: `ok` or `FAILED`, with pytest's counts."""
+    """The outcome of each check of a row: `ok` or `FAILED`, with pytest's counts."""
     environment = BUILD / "-".join(row)
     if not (environment / "ready").exists():
         _install(row, environment)

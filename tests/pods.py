@@ -1,4 +1,4 @@
-"""What Kubernetes makes of the manifests in `deploy/kubernetes`, without Kubernetes."""
+"""Pods as Kubernetes makes them of the manifests in `deploy/kubernetes`, without Kubernetes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may name in a config, good and bad."""
+"""Objects that a user may name in a config, good and bad."""
 
 from __future__ import annotations
 

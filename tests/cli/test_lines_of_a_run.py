@@ -1,4 +1,4 @@
-"""What a script and a command write to the console and to logs, from the first line to the last."""
+"""The lines that a script and a command write to the console and to logs, from the first one to the last."""
 
 import json
 import re

@@ -157,7 +157,7 @@ def test_a_signal_saves_and_ends_everything_within_five_seconds(
 
 
 def assert_saved(run: Run, number: signal.Signals) -> None:
-    """What a run that a signal has ended has saved, and says of it."""
+    """Checks what a run that a signal has ended has saved, and says of it."""
     folder = run.log.parent / "D"
     result = result_of(folder)
     assert result["status"] == "preempted"

@@ -1,4 +1,4 @@
-"""What a user installs: a wheel of a clean clone, in a virtual environment and a folder of their own."""
+"""The package as a user installs it: a wheel of a clean clone, in a virtual environment and a folder of their own."""
 
 import json
 import os

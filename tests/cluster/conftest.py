@@ -24,7 +24,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def secret() -> str:
-    """What no message and no file may say."""
+    """The text that no message and no file may hold."""
     return SECRET
 
 

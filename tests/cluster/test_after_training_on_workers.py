@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def by_workers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was computed by workers."""
+    """The functions that workers have computed."""
     found: list[str] = []
     for name in ("evaluate", "predict"):
         original = getattr(WorkerPool, name)

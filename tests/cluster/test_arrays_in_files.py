@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 class Ways:
-    """How often a share was read from a file, and how many chunks were sent."""
+    """The number of shares that were read from a file, and of chunks that were sent."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.read = self.sent = 0

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
 
 class Seen(keras.metrics.Metric):
-    """How many examples it has seen."""
+    """The number of examples that it has seen."""
 
     def __init__(self, name: str = "seen") -> None:
         super().__init__(name=name)

@@ -59,7 +59,7 @@ print(json.dumps(found))
 
 
 def _in_every_task(way: str, folder: Path, jobs: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """What the program printed in each task of a cluster."""
+    """The lines that the program printed in each task of a cluster."""
     cluster = {job: free_addresses(number) for job, number in jobs.items()}
     processes = {}
     for job, addresses in cluster.items():

@@ -1,4 +1,4 @@
-"""What makes training fast, as structure: what travels, where updates run, what is traced, what waits."""
+"""The structure that makes training fast: what travels, where updates run, what is traced, what waits."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _PATIENCE_SECS = 150.0
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         code: its exit code.
@@ -85,7 +85,7 @@ class DrillRun:
 
     @property
     def console(self) -> str:
-        """What it has printed so far."""
+        """The text that it has printed so far."""
         with self._console.open() as console:
             console.seek(self._began_at)
             return console.read()
@@ -171,7 +171,7 @@ def _still_writes_to(pid: int, log: str) -> bool:
 
 @dataclass
 class Report:
-    """What a drill showed: a row of the table at the end of the tests.
+    """The outcome of a drill: a row of the table at the end of the tests.
 
     Attributes:
         number, fault: which drill.
@@ -191,7 +191,7 @@ class Report:
 
 @dataclass
 class Drill:
-    """What a test of a drill works with; see the fixture `drill`."""
+    """The tools of a drill's test; see the fixture `drill`."""
 
     cwd: Path
     reports: list[Report] = field(default_factory=list)

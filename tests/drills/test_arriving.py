@@ -74,6 +74,6 @@ def test_a_chief_that_waits_for_files_ends_at_once_and_uses_no_cpu(drill: Drill,
 
 
 def cpu_secs(pid: int) -> float:
-    """What a process has used."""
+    """The seconds of CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What becomes of checkpoints when disks fill up, processes are killed, files are damaged and clusters change."""
+"""The state of checkpoints after disks fill up, processes are killed, files are damaged and clusters change."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def names(folder: Path) -> set[str]:
 
 
 def whole(folder: Path) -> set[str]:
-    """What is in a folder of complete checkpoints, and nothing else."""
+    """The entries of a folder that holds complete checkpoints, and nothing else."""
     found = {"checkpoint"}
     for step in steps_saved(folder):
         # Each task that saves has files of its own.
@@ -394,7 +394,7 @@ def test_a_changed_model_is_refused_with_what_is_missing_and_unexpected(drill: D
 
 
 def touched(run_dir: Path) -> dict[Path, int]:
-    """When each file was written last, but for curves and logs, which the first chief's run goes on to write."""
+    """The time of the last write to each file, without curves and logs, which the first chief's run continues."""
     files = [
         path for path in run_dir.rglob("*") if not {"tb", "logs", "metrics.csv"} & {*path.relative_to(run_dir).parts}
     ]

@@ -1,4 +1,4 @@
-"""What becomes of a run whose object storage cannot be reached for a while."""
+"""Runs whose object storage cannot be reached for a while."""
 
 from __future__ import annotations
 

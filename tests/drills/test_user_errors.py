@@ -1,4 +1,4 @@
-"""What the user's own code does wrong ends the run, once, and is no fault of the cluster."""
+"""Errors of the user's own code, which end the run, once, and are no fault of the cluster."""
 
 import pytest
 from drilling import MINE, Drill

@@ -37,7 +37,7 @@ MINE = (
 
 @dataclass(frozen=True)
 class Ended:
-    """What a cluster came to.
+    """The outcome of a cluster.
 
     Attributes:
         codes: exit codes by task.
@@ -120,7 +120,7 @@ class HostCluster:
         )
 
     def said(self, task: str) -> str:
-        """What a task has printed so far."""
+        """The text that a task has printed so far."""
         return self._console(task).read_text()
 
     def wait_for(self, pattern: str, task: str | None = None, timeout: float = PATIENCE) -> str:
@@ -195,7 +195,7 @@ class HostCluster:
             self.kill(task)
 
     def all_said(self) -> str:
-        """What all tasks have said, for a message of a test that failed."""
+        """The text that all tasks have printed, for a message of a test that failed."""
         return "\n".join(f"--- {task}\n{self.said(task)}" for task in self._commands)
 
     def _look(self) -> None:
@@ -281,7 +281,7 @@ except OSError as error:
 
 
 def try_to_connect(host: Host, address: str, port: int) -> str:
-    """What becomes of a connection that a host tries to open: `connected`, or the name of Python's error."""
+    """The outcome of a connection that a host tries to open: `connected`, or the name of Python's error."""
     return host.do(sys.executable, "-c", _CONNECT, address, str(port)).strip()
 
 
@@ -296,7 +296,7 @@ def three(network: Network) -> dict[str, Host]:
 
 
 def _started_at(pid: int) -> str:
-    """When a process was started; empty if it is gone."""
+    """The time at which a process was started; empty if it is gone."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What tests over several hosts share. Where the system does not permit network namespaces they are skipped."""
+"""Fixtures of tests over several hosts. Where the system does not permit network namespaces they are skipped."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _TIMEOUT_SECS = 20.0
 
 @functools.cache
 def why_not() -> str | None:
-    """What stands in the way of several hosts on this machine; None if nothing does."""
+    """The reason why this machine cannot have several hosts; None if it can."""
     if sys.platform != "linux":
         return "only Linux has network namespaces"
     for tool in ("unshare", "nsenter", "setpriv", "ip", "mount"):
@@ -37,13 +37,13 @@ def why_not() -> str | None:
 
 
 def why_no_loss() -> str | None:
-    """What stands in the way of dropping packets and closing ports; None if nothing does."""
+    """The reason why packets cannot be dropped and ports cannot be closed; None if they can."""
     return why_not() or (None if shutil.which("nft") else "nft is not installed (Debian's package nftables)")
 
 
 @functools.cache
 def why_no_limit() -> str | None:
-    """What stands in the way of limiting the bandwidth; None if nothing does."""
+    """The reason why the bandwidth cannot be limited; None if it can."""
     if (reason := why_not()) or (reason := None if shutil.which("tc") else "tc is not installed"):
         return reason
     try:

@@ -20,7 +20,7 @@ _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
 def why_no_ssh() -> str | None:
-    """What stands in the way of sshd; None if nothing does."""
+    """The reason why sshd cannot run; None if it can."""
     missing = [tool for tool in ("ssh", "ssh-keygen") if shutil.which(tool) is None]
     if not Path(_SSHD).exists():
         missing.append("sshd")

@@ -38,7 +38,7 @@ class Running:
 
 @dataclass
 class Cluster:
-    """What the Job controller and the kubelets do with the pods."""
+    """Acts as the Job controller and the kubelets do with the pods."""
 
     network: Network
     folder: Path

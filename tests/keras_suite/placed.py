@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def tasks_prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tasks of all clusters are forked from: it imports TensorFlow once."""
+    """The process from which the tasks of all clusters are forked: it imports TensorFlow once."""
     with share_fork_server(tmp_path_factory.mktemp("prepared") / "log", train=True):
         yield
 

@@ -1,4 +1,4 @@
-"""Where Keras's own tests run, and the results of the last run that was recorded: `make keras-suite` records one."""
+"""The places in which Keras's own tests run, and the last recorded results, which `make keras-suite` makes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _THEIR_ERRORS = ("NanTensor: the loss became", "tag='custom_summary'")
 
 
 class Outcome(NamedTuple):
-    """What one test came to, and which of the methods it has called."""
+    """The outcome of one test, and the methods that it has called."""
 
     called: list[str]
     passed: bool

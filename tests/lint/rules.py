@@ -3,7 +3,7 @@
 1. A private name of TensorFlow, Keras, Hydra or another room appears in `kdist/_compat` only.
 2. The default of a config key stands once, in `kdist/config/schema.py`. Elsewhere a default is `RunConfig.grace_secs`.
 3. Text that is read or written is UTF-8, whatever the locale says: every text file is opened with an encoding.
-4. A docstring begins with a verb or with a noun that names the thing, never with a question word; not yet in tests.
+4. A docstring begins with a verb or with a noun that names the thing, never with a question word.
 5. No text of the repository holds the markers of a merge conflict.
 """
 
@@ -23,6 +23,7 @@ ALLOWED = {"os._exit"}
 #: Words that mean something else where they are not config keys.
 NOT_ONLY_KEYS = {"name", "dir", "verbose"}
 _FOLDERS = ("docs", "conf", "deploy", "recipes", "benchmarks", ".github")
+_NOT_THE_PRODUCT = ("recipes", "benchmarks", "tests")
 QUESTION_WORDS = {"What", "Which", "How", "When", "Why", "Who", "Where"}
 #: Files that may hold markers of a conflict; Python would not compile.
 TEXT = ("*.md", "*.yml", "Makefile", *(f"{folder}/**/*.{end}" for folder in _FOLDERS for end in ("md", "yaml", "yml")))
@@ -106,7 +107,7 @@ def config_keys() -> set[str]:
 def violations(root: Path = ROOT) -> list[str]:
     """One line for each, as `path:line: what is wrong`."""
     keys, found = config_keys(), list(conflicts(root))
-    for path in (path for folder in ("recipes", "benchmarks") for path in sorted((root / folder).rglob("*.py"))):
+    for path in (path for folder in _NOT_THE_PRODUCT for path in sorted((root / folder).rglob("*.py"))):
         tree, where = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root)
         found += [f"{where}:{line}: begins with a question word: {text}" for line, text in questions(tree)]
     for path in sorted((root / "kdist").rglob("*.py")):

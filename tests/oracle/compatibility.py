@@ -1,4 +1,4 @@
-"""Which classes of Keras kdist trains with as Keras does; `test_compatibility` proves it.
+"""The classes of Keras with which kdist trains as Keras does; `test_compatibility` proves it.
 
     python tests/oracle/compatibility.py
 
@@ -40,7 +40,7 @@ class Result(enum.Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """How a class is placed; a note says why it is not equal."""
+    """The place of a class; a note says why it is not equal."""
 
     result: Result
     note: str = ""

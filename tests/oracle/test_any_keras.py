@@ -1,4 +1,4 @@
-"""What users write around a model, as Keras's own documentation shows it: metrics, schedules, optimizers."""
+"""Code that users write around a model, as Keras's own documentation shows it: metrics, schedules, optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fit` takes as data and as a model is what `keras.Model.fit` takes."""
+"""The data and models that `fit` takes, which are those that `keras.Model.fit` takes."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_placement_only_moves_bytes(cluster: str, placement: str, strategy: str,
 @pytest.mark.cluster
 @pytest.mark.usefixtures("tasks_prepared")
 def test_local_steps_of_a_single_worker_are_plain_gradient_descent(folder: Path) -> None:
-    """What is pushed is the sum of what the worker has done already: nobody else has moved the parameters."""
+    """The worker pushes the sum of what it has done already: nobody else has moved the parameters."""
     (data, y), results = agreement.data(), []
 
     def build() -> keras.Model:

@@ -1,4 +1,4 @@
-"""What TF1's own SyncReplicasOptimizer and hooks do, kdist does."""
+"""Compares kdist with TF1's own SyncReplicasOptimizer and hooks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How often a model's step is traced: as often as by Keras, or less."""
+"""The number of times that a model's step is traced: as often as by Keras, or less."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class _Program:
         return iterations
 
     def _batch(self, w: int, k: int) -> np.ndarray:
-        """What worker `w` reads at iteration `k`: of every N-th example from `w` on, the k-th batch."""
+        """The batch that worker `w` reads at iteration `k`: of every N-th example from `w` on, the k-th batch."""
         size = self.spec["batch_size"]
         return (w + self.num_workers * np.arange(k * size, (k + 1) * size)) % len(self.arrays["x"])
 

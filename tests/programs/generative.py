@@ -137,7 +137,7 @@ class DCGAN(keras.Model):
         return [self.of_painter, self.of_critic]
 
     def seen(self, images: Any) -> Any:
-        """What the critic sees of pictures."""
+        """The features that the critic sees of pictures."""
         return images
 
     def train_step(self, images: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the training steps of several programs share."""
+"""Parts that the training steps of several programs share."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def lists(batch_size: int) -> tuple[Any, Any]:
 
 
 class NextItem(OwnLoss):
-    """What follows a session, by a recurrent network; the loss is its own, over the items of the batch."""
+    """Predicts the next item of a session, by a recurrent network; its own loss is over the items of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Neighbours(layers.Layer):
 
 
 def traffic() -> keras.Model:
-    """What five roads will be like: a graph convolution, then an LSTM for each road."""
+    """Predicts the traffic of five roads: a graph convolution, then an LSTM for each road."""
     speeds = layers.Input((6, 5, 1))
     x = layers.Reshape((6, 5 * WIDTH))(Neighbours()(speeds))
     model = keras.Model(speeds, layers.Dense(5)(layers.LSTM(16)(x)))

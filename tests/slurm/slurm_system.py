@@ -65,7 +65,7 @@ PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 @functools.cache
 def why_not() -> str | None:
-    """What stands in the way of a Slurm system on this machine; None if nothing does."""
+    """The reason why this machine cannot have a Slurm system; None if it can."""
     for tool, package in {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "munged": "munge"}.items():
         if shutil.which(tool, path=_path()) is None:
             return f"{tool} is not installed (Debian's package {package}; make slurm installs it)"
@@ -208,7 +208,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What it has printed so far, in all its starts."""
+        """The text that it has printed so far, in all its starts."""
         path = self._folder / f"slurm-{self.number}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -258,7 +258,7 @@ class Job:
 
     @property
     def restarts(self) -> int:
-        """How often it was requeued."""
+        """The number of times that it was requeued."""
         return int(self._shown("Restarts"))
 
     def end(self, timeout: float) -> str:

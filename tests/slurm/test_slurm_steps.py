@@ -1,4 +1,4 @@
-"""Who a process of a Slurm step is, by the variables that Slurm itself sets."""
+"""The identity of a process of a Slurm step, by the variables that Slurm itself sets."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_pipe_to_a_task_closes_although_a_child_lives_on() -> None:
 
 def test_a_child_that_leaves_the_code_of_the_user_ends_there(capfd: pytest.CaptureFixture[str]) -> None:
     def leave_by(error: BaseException) -> int:
-        """What a child exits with that is forked in a callback."""
+        """The exit code of a child that is forked in a callback."""
         child = 0
 
         def callback() -> None:

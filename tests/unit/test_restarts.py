@@ -1,4 +1,4 @@
-"""What a session does when its cluster fails: it goes back to the newest checkpoint, so often and no more."""
+"""Sessions whose cluster fails: they go back to the newest checkpoint, so often and no more."""
 
 from __future__ import annotations
 

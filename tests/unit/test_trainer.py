@@ -1,4 +1,4 @@
-"""What a user of `Trainer` may rely on, seen in one process."""
+"""The behaviour of `Trainer` on which a user may rely, seen in one process."""
 
 import inspect
 import os

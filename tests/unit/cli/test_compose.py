@@ -1,4 +1,4 @@
-"""What is typed in a shell reaches Hydra as it was meant, or the error says how to type it."""
+"""Overrides typed in a shell, which reach Hydra as they were meant, or the error says how to type them."""
 
 import shlex
 
@@ -11,7 +11,7 @@ from kdist.errors import ConfigError
 
 
 def value_of(override: str) -> object:
-    """What Hydra makes of an override; of a sweep, the list of its values."""
+    """The value that Hydra makes of an override; of a sweep, the list of its values."""
     value = OverridesParser.create().parse_override(override).value()
     if isinstance(value, ChoiceSweep):
         return [item.text if isinstance(item, QuotedString) else item for item in value.list]

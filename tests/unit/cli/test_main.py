@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Exit codes and last lines of commands."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""What a task does when its chief has stopped or is lost; `tests/hosts/test_pods.py` has real ones."""
+"""Tasks whose chief has stopped or is lost; `tests/hosts/test_pods.py` has real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tasks compare with each other, and how differences are told."""
+"""Values that tasks compare with each other, and the message about differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process learns of its cluster from the config, or from TF_CONFIG."""
+"""The cluster of a process, from the config or from TF_CONFIG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process learns of its cluster from the variables of a Slurm step."""
+"""The cluster of a process, from the variables of a Slurm step."""
 
 from __future__ import annotations
 

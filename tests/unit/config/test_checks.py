@@ -1,4 +1,4 @@
-"""What users give is refused with its key, its value and what is allowed."""
+"""Errors about wrong values, which name the key, the value and what is allowed."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What goes to TensorBoard's HParams tab, read back as TensorBoard does."""
+"""Rows of TensorBoard's HParams tab, read back as TensorBoard does."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `result.json` records of a config: everything but what comes from the environment."""
+"""The record of a config in `result.json`: everything but what comes from the environment."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a process knows of the scheduler that started it."""
+"""The scheduler that started a process, as the process knows it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from kdist.errors import ConfigError
 
 
 def received(column: Column, rows: Any, max_rows: int) -> np.ndarray:
-    """What a worker reads of a share."""
+    """The rows that a worker reads of a share."""
     column.trace_transfer(max_rows)
 
     def read(*arguments: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What travels to processes that train: functions with their source, models with any function, and the settings."""
+"""Objects that travel to processes that train: functions with their source, models with any function, the settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def absolute(values):
 
 
 def defined_in(source: str, filename: str, name: str) -> Any:
-    """What a script defines, which no other process can import."""
+    """The object of that name that a script defines; no other process can import it."""
     program: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, filename, "exec"), program)
     return program[name]

@@ -1,4 +1,4 @@
-"""Which workers get calls, without any process."""
+"""The workers that get calls, without any process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is lost, who is started again and how often, without any process."""
+"""Tasks that are lost, those that are started again, and how often, without any process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluator that shares nothing but the run dir knows of its chief, and for how long it waits for it."""
+"""Evaluators that share nothing with their chief but the run dir: what they know of it, how long they wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a run, by a strict parser of its text format."""
+"""The values that Prometheus reads of a run, by a strict parser of its text format."""
 
 from __future__ import annotations
 

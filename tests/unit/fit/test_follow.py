@@ -1,4 +1,4 @@
-"""How a fit of a task that is not the chief ends; tests/hosts has real ones."""
+"""The end of a fit of a task that is not the chief; tests/hosts has real ones."""
 
 from __future__ import annotations
 

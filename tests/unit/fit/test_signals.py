@@ -1,4 +1,4 @@
-"""What signals do to a run: the first ends it in good order, a second one at once; schedulers repeat theirs."""
+"""Signals to a run: the first one ends it in good order, a second one at once; schedulers repeat theirs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def handlers_come_back() -> Iterator[None]:
 
 
 class Session:
-    """What `StopSignals` needs of one."""
+    """The part of one that `StopSignals` needs."""
 
     def __init__(self, is_started: bool = True) -> None:
         self.is_started = is_started
@@ -83,7 +83,7 @@ def test_before_the_session_has_started_there_is_nothing_to_save(clock: Clock, n
 
 
 def in_a_library(name: str) -> None:
-    """What a signal meets that arrives before the assignment."""
+    """Raises a signal that arrives before the assignment."""
     try:
         raised(name)
         found = 1

@@ -1,4 +1,4 @@
-"""What a session says and does while there is nothing to read."""
+"""Sessions while there is nothing to read."""
 
 from __future__ import annotations
 

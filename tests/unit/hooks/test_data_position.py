@@ -1,4 +1,4 @@
-"""Where the data of a session begins, and how the session ends with it."""
+"""The place at which the data of a session begins, and the end of the session with it."""
 
 from __future__ import annotations
 

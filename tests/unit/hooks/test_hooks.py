@@ -1,4 +1,4 @@
-"""What every hook keeps to, and what each of the smaller ones does."""
+"""The rules that every hook keeps, and the smaller hooks."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

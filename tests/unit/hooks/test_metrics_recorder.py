@@ -1,4 +1,4 @@
-"""What a fit writes to `metrics.csv`, and the history of a run that is resumed."""
+"""The lines that a fit writes to `metrics.csv`, and the history of a run that is resumed."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What Keras callbacks get of the values of a training."""
+"""The values of a training that Keras callbacks get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step adds to a variable is told from what it assigns."""
+"""Values that a step adds to a variable, as opposed to those that it assigns."""
 
 from __future__ import annotations
 

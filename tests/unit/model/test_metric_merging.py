@@ -1,4 +1,4 @@
-"""Which metrics are refused: those that do not add up, and not those that draw."""
+"""Metrics that are refused: those that do not add up, and not those that draw."""
 
 from __future__ import annotations
 

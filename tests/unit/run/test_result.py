@@ -1,4 +1,4 @@
-"""Where a run comes from: the commit of its folder, whatever Git does."""
+"""The origin of a run: the commit of its folder, whatever Git does."""
 
 import subprocess
 import time

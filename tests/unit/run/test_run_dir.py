@@ -1,4 +1,4 @@
-"""What is written once, where it can be and where it cannot, and who may read it."""
+"""Files that are written once, where they can be and where they cannot, and who may read them."""
 
 import json
 import zipfile

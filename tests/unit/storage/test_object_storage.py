@@ -118,13 +118,13 @@ def save(of: Mirror, *steps: int, keep: int = 5) -> None:
 
 
 def objects() -> dict[str, str]:
-    """What is at the URL, but for the lock."""
+    """The objects at the URL, except the lock."""
     found = {path.partition("/run/")[2]: file.getvalue().decode() for path, file in MemoryFileSystem.store.items()}
     return {name: content for name, content in found.items() if not name.startswith(".lock")}
 
 
 def files_of(*steps: int, folder: str = "checkpoints") -> dict[str, str]:
-    """What is at the URL of complete checkpoints."""
+    """The complete checkpoints at the URL."""
     found = {}
     for step in steps:
         found |= {f"{folder}/ckpt-{step}.data-0000{part}-of-00002": f"data of {step}" for part in (0, 1)}
@@ -341,7 +341,7 @@ def test_whatever_operation_is_the_last_one_every_checkpoint_is_complete_or_abse
     storage: type[FaultyStorage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(kill_at: int | None) -> tuple[int, list[int]]:
-        """How many changes there were, and the steps whose save has returned."""
+        """The number of changes, and the steps whose save has returned."""
         changes, saved = 0, []
 
         def fault(operation: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""How many steps a call unrolls, and the calls that read the splits of a worker."""
+"""The number of steps that a call unrolls, and the calls that read the splits of a worker."""
 
 from __future__ import annotations
 

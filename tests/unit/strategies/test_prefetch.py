@@ -46,7 +46,7 @@ def store_of(training: PreparedTraining) -> ParameterStore:
 
 
 def expected(prefetch: int) -> tuple[np.ndarray, np.ndarray]:
-    """What gradient descent makes of table and kernel if it computes each step before the last ones are applied."""
+    """Table and kernel after gradient descent that computes each step before the last ones are applied."""
     model = build()
     table, kernel = (np.array(value) for value in model.get_weights())
     late: list[tuple[np.ndarray, np.ndarray]] = []

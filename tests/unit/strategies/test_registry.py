@@ -1,4 +1,4 @@
-"""Which strategy a config means on which cluster, and how many gradients make an update of sync_replicas."""
+"""The strategy that a config means on a cluster, and the number of gradients that make an update of sync_replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep knows of its jobs."""
+"""The jobs of a sweep, as the sweep knows them."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""How a run of tasks ends, with connections that only take note."""
+"""The end of a run of tasks, with connections that only take note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors are packed for the way between tasks."""
+"""Tensors that are packed for the way between tasks."""
 
 import numpy as np
 import pytest

@@ -52,11 +52,11 @@ class Server:
         return np.concatenate([np.bincount(tables, minlength=len(self.layers)), keys]), keys
 
     def fetch(self, ids: Any, step: int = 0, tables: Any = None) -> np.ndarray:
-        """What a step of training reads."""
+        """The rows that a step of training reads."""
         return self._read(tf.constant(self.request(ids, tables)[0]), tf.constant(step, tf.int64)).numpy()
 
     def look(self, ids: Any, tables: Any = None) -> np.ndarray:
-        """What an evaluation reads."""
+        """The rows that an evaluation reads."""
         return self._look(tf.constant(self.request(ids, tables)[0]), tf.constant(0, tf.int64)).numpy()
 
     def update(self, ids: Any, by: float, step: int) -> None:

@@ -102,7 +102,7 @@ class Servers:
 
 
 def stored_by(servers: Servers) -> Any:
-    """What `Checkpoints` save and restore."""
+    """The values that `Checkpoints` save and restore."""
     return SimpleNamespace(
         shapes={**servers.store.values.shapes, **servers.store.dynamic.shapes},
         begin_save=lambda prefix, since, aside: servers.store.files.begin_save(

@@ -68,7 +68,7 @@ def store_of(build: Callable[[], keras.Model], num_servers: int, folder: Path) -
 
 
 def stored_by(store: ParameterStore) -> Any:
-    """What `Checkpoints` restore."""
+    """The values that `Checkpoints` restore."""
     return SimpleNamespace(shapes={**store.values.shapes, **store.dynamic.shapes}, restore=store.restore)
 
 

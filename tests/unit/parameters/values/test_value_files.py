@@ -1,4 +1,4 @@
-"""What is saved in pieces is restored as it was, wherever its rows are by then, and damage is noticed."""
+"""Values that are saved in pieces and restored as they were, wherever their rows are by then; damage is noticed."""
 
 from __future__ import annotations
 
