@@ -136,6 +136,11 @@ def _has_rule(metric: keras.metrics.Metric) -> bool:
     return says or any(v.aggregation not in ("sum", "none") for v in metric.variables)
 
 
+def _is_plain_mean(metric: keras.metrics.Metric) -> bool:
+    own, mean = type(metric), keras.metrics.Mean
+    return (own.result, own.reset_state) == (mean.result, mean.reset_state)
+
+
 @dataclass(frozen=True)
 class ReturnedValues:
     """Values that a step returns beside metrics, if the model overrides `train_step` or `compute_metrics`.
@@ -207,10 +212,10 @@ class MetricReader:
             metric.reset_state()
         self.initial_values = [variable.numpy() for variable in self.variables]
         self._rules = rules_of(model.metrics, self.variables)
-        index_of = {id(variable): i for i, variable in enumerate(self.variables)}
+        self._index_of = {id(variable): i for i, variable in enumerate(self.variables)}
 
         def places(metric: keras.metrics.Metric) -> list[int]:
-            return [index_of[id(variable)] for variable in metric.variables]
+            return [self._index_of[id(variable)] for variable in metric.variables]
 
         own = [metric for metric in _flat(model.metrics) if hasattr(metric, "merge_state")]
         #: The places of the variables of metrics that merge their states themselves, and functions that do it.
@@ -227,6 +232,56 @@ class MetricReader:
             for i, value in zip(indices, merge([rows[i] for i in indices])):
                 values[i] = value
         return tuple(values)
+
+    def results(self, values: Sequence[np.ndarray]) -> Logs:
+        """The results of all metrics, as named by Keras, for these values of the variables."""
+        if self._means is not None:
+            return {name: self._mean(values, *places) for name, places in self._means.items()}
+        return self._results_by_keras(values)
+
+    def reset(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The values with which the next epoch begins: the initial ones, unless a custom metric keeps some."""
+        if self._means is not None:
+            return tuple(self.initial_values)
+        with self.scope(values) as scope:
+            for metric in self.metrics:
+                metric.reset_state()
+        return tuple(np.asarray(scope.get_current_value(variable)) for variable in self.variables)
+
+    def _mean(self, values: Sequence[np.ndarray], total: int, count: int) -> float:
+        # In the dtype of the variables, as in Keras: values of several steps are added up in float64.
+        as_variable = self.initial_values[total].dtype.type
+        return float(as_variable(values[total]) / as_variable(values[count])) if values[count] else 0.0
+
+    def _results_by_keras(self, values: Sequence[np.ndarray]) -> Logs:
+        model = self.model
+        with self.scope(values):
+            if metrics_are_built(model):
+                results = model.get_metrics_result()
+            else:
+                # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
+                results = {m.name: m.result() for m in model.metrics if getattr(m, "built", True)}
+            # A result may be a variable, which has its value in this scope only.
+            return as_logs({**results, **{name: mean.result() for name, mean in self.returned.means.items()}})
+
+    @cached_property
+    def _means(self) -> dict[str, list[int]] | None:
+        """The places of total and count by the name of each result, if all of them are means as Keras computes them.
+
+        Most are, and a hook that reports them would spend most of its time in the ops of such a division.
+        """
+        metrics = _flat(self.metrics)
+        is_named_by_keras = type(self.model).get_metrics_result is keras.Model.get_metrics_result
+        if not is_named_by_keras or not all(map(_is_plain_mean, metrics)):
+            return None
+        # Keras has the names: each mean gets another value, by which its name is found.
+        values, places = list(self.initial_values), {}
+        for number, metric in enumerate(metrics, 1):
+            total, count = (self._index_of[id(variable)] for variable in (metric.total, metric.count))
+            values[total], values[count] = np.full_like(values[total], number), np.ones_like(values[count])
+            places[float(number)] = [total, count]
+        results = self._results_by_keras(values)
+        return {name: places[value] for name, value in results.items()} if {*results.values()} <= {*places} else None
 
     def scope(self, values: Sequence[np.ndarray]) -> keras.StatelessScope:
         """A scope in which the variables have these values."""
@@ -286,12 +341,8 @@ class MetricTotals:
         return MetricRows(self.reader, tuple(np.stack(pair) for pair in zip(self.values, other.values))).total()
 
     def reset(self) -> MetricTotals:
-        """The totals with which the next epoch begins: initial values, unless a custom metric keeps some."""
-        with self.reader.scope(self.values) as scope:
-            for metric in self.reader.metrics:
-                metric.reset_state()
-        left = [scope.get_current_value(variable) for variable in self.reader.variables]
-        return MetricTotals(self.reader, tuple(np.asarray(value) for value in left))
+        """The totals with which the next epoch begins."""
+        return MetricTotals(self.reader, self.reader.reset(self.values))
 
     @cached_property
     def logs(self) -> Logs:
@@ -299,17 +350,9 @@ class MetricTotals:
 
         The loss is always there, unless the model's own `train_step` returns none.
         """
-        model, returned = self.reader.model, self.reader.returned
-        with self.reader.scope(self.values):
-            if metrics_are_built(model):
-                results = model.get_metrics_result()
-            else:
-                # The model's own `train_step` leaves the compiled metrics alone, which have no result then.
-                results = {m.name: m.result() for m in model.metrics if getattr(m, "built", True)}
-            # A result may be a variable, which has its value in this scope only.
-            logs = as_logs({**results, **{name: mean.result() for name, mean in returned.means.items()}})
+        logs = self.reader.results(self.values)
         logs = logs if "loss" in logs else {"loss": self.loss, **logs}
-        return {name: logs[name] for name in returned.names or logs}
+        return {name: logs[name] for name in self.reader.returned.names or logs}
 
     @property
     def loss(self) -> float:
