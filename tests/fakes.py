@@ -24,7 +24,7 @@ from kdist.run.checkpoint import Checkpoints
 from kdist.session import TrainSession
 from kdist.storage.lock import LockOwner
 from kdist.strategies.base import Strategy, Values
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.call_logs import StepLogs
 from kdist.threads import in_thread
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import keras
 
     from kdist.model.metrics import MetricRows, MetricTotals
-    from kdist.strategies.calls import StepLogs
+    from kdist.strategies.call_logs import StepLogs
 
 _NUM_PARTS = 20
 

@@ -26,9 +26,11 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rule_of, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import CallLogs, NextBatch, Replica, StepLogs, run_steps
+from kdist.strategies.call_logs import CallLogs, StepLogs
+from kdist.strategies.calls import Replica, run_steps
 from kdist.strategies.on_store import StoreStrategy, StoreValues
 from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepare
+from kdist.strategies.worker_step import NextBatch
 
 
 class AllReduce(StoreStrategy):

@@ -24,7 +24,7 @@ from kdist.model.lookup_rounds import RowSource
 from kdist.model.names import DATA_FINGERPRINT, DATA_STATE, EPOCHS_BEGIN, SEED
 from kdist.parameters.placement.plan import PlacementPlan
 from kdist.parameters.tables.changed_rows import DeltaBase
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.call_logs import StepLogs
 
 
 class Values(abc.ABC):

@@ -23,7 +23,8 @@ from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.parameters.placement.messages import Gathered, Pulled
 from kdist.parameters.store import ParameterStore
-from kdist.strategies.calls import CallLogs, Calls
+from kdist.strategies.call_logs import CallLogs
+from kdist.strategies.calls import Calls
 
 
 @dataclass(eq=False)

@@ -29,7 +29,8 @@ from kdist.model.source import overrides_of
 from kdist.parameters.optimizer import check_slots_only
 from kdist.parameters.placement.messages import Wire
 from kdist.strategies.base import PendingResize, TrainingSpec
-from kdist.strategies.calls import Calls, StepLogs, WorkerIterators
+from kdist.strategies.call_logs import StepLogs
+from kdist.strategies.calls import Calls, WorkerIterators
 from kdist.strategies.on_store import StoreStrategy
 from kdist.strategies.prepared_training import PreparedTraining, in_terms_of_tables, no_batch, prepare
 

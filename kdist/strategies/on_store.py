@@ -26,7 +26,8 @@ from kdist.parameters.store import ParameterStore
 from kdist.parameters.tables.changed_rows import DeltaBase
 from kdist.parameters.values.histograms import histograms_of
 from kdist.strategies.base import PendingResize, Strategy, TrainingSpec, Values
-from kdist.strategies.calls import CallSizer, StepLogs
+from kdist.strategies.call_logs import StepLogs
+from kdist.strategies.call_sizer import CallSizer
 from kdist.strategies.prepared_training import PreparedTraining
 from kdist.strategies.sweeper import Sweeper
 from kdist.threads import in_thread

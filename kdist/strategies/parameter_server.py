@@ -30,7 +30,8 @@ from kdist.dispatch.coordinator import Finished
 from kdist.errors import ConfigError
 from kdist.log import Line, record, warn
 from kdist.strategies.base import PendingResize, TrainingSpec
-from kdist.strategies.calls import StepLogs, UnrolledCalls
+from kdist.strategies.call_logs import StepLogs
+from kdist.strategies.calls import UnrolledCalls
 from kdist.strategies.gradient_counts import GradientCounts
 from kdist.strategies.on_servers import ServersStrategy
 from kdist.strategies.on_store import StoreValues

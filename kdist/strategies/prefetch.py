@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist.strategies.calls import AUTO_PREPARE_SECS, GROWTH, CallSizer
+from kdist.strategies.call_sizer import AUTO_PREPARE_SECS, GROWTH, CallSizer
 
 #: A worker computes as many more gradients from the same values.
 _PREFETCHES = (1, 2, 4)

@@ -26,7 +26,7 @@ from kdist.parameters.placement.messages import Wire
 from kdist.parameters.placement.plan import PlacementPlan, Variable, place, wrong_id
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.base import PresentValues, TrainingSpec
-from kdist.strategies.calls import CallSizer
+from kdist.strategies.call_sizer import CallSizer
 
 #: Of a tensor that travels; a message is a little larger.
 _MOST_BYTES = 2**31 - 2**20

@@ -12,7 +12,8 @@ from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
 from kdist.errors import TaskError
 from kdist.strategies.base import TrainingSpec
-from kdist.strategies.calls import StepLogs, UnrolledCalls, WorkerIterators
+from kdist.strategies.call_logs import StepLogs
+from kdist.strategies.calls import UnrolledCalls, WorkerIterators
 from kdist.strategies.on_store import StoreStrategy
 from kdist.strategies.prepared_training import in_terms_of_tables, no_batch, prepare
 

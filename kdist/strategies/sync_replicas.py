@@ -33,7 +33,7 @@ from kdist.errors import ClusterError, ConfigError, TaskError, TornUpdateError
 from kdist.log import warn
 from kdist.parameters.aggregation import Contribution, GradientAggregator
 from kdist.strategies.base import PendingResize, TrainingSpec
-from kdist.strategies.calls import CallLogs, StepLogs
+from kdist.strategies.call_logs import CallLogs, StepLogs
 from kdist.strategies.gradient_counts import GradientCounts, add_counts
 from kdist.strategies.in_graph import InGraphSyncCalls
 from kdist.strategies.on_servers import ServersStrategy

@@ -13,7 +13,7 @@ from kdist.errors import CheckpointError, ConfigError, NonFiniteError
 from kdist.hooks import CheckpointSaver, Hook, LoggingTensor, NanTensor, StepCounter, StopAtStep, SummarySaver
 from kdist.hooks.base import RunContext, RunValues
 from kdist.session import RunLength
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.call_logs import StepLogs
 
 
 def test_hooks_are_called_in_the_order_of_the_contract() -> None:

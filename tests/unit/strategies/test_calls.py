@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from kdist.data.files import RangeQueue
 from kdist.data.splits import NothingToRead
-from kdist.strategies.calls import CallSizer, WorkerIterators
+from kdist.strategies.call_sizer import CallSizer
+from kdist.strategies.calls import WorkerIterators
 
 
 def trained(sizer: CallSizer, secs: float, rate: float) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kdist.strategies import on_store, sync_replicas
-from kdist.strategies.calls import StepLogs
+from kdist.strategies.call_logs import StepLogs
 from kdist.strategies.sync_replicas import Quorum, SyncReplicas
 
 

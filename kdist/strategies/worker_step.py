@@ -1,0 +1,90 @@
+"""The step of a worker between a pull and a push, while a call is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.model.embedding_lookup import sum_duplicates
+from kdist.model.replica_step import ReplicaStep
+from kdist.model.updates import ReplicaOutput, RunningStep
+from kdist.parameters.placement.messages import Change, Pulled
+from kdist.parameters.store import ParameterStore
+
+#: The next `(batch, seeds)` of a replica.
+NextBatch = Callable[[], tuple[Any, tf.Tensor]]
+
+#: Computes a step between a pull and a push: pulled values, the next batches, metrics to add to -> the step in phases,
+#: most often one.
+Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], RunningStep]
+
+
+def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int) -> Compute:
+    """The step of a replica that pushes its own gradients, clipped; several batches can make one step.
+
+    After DistBelief's Downpour SGD (Dean et al., 2012) with n_fetch = n_push: a worker continues by plain gradient
+    descent on a copy, adds up its gradients, and pushes their sum. With more than one batch this is a
+    different algorithm than asynchronous training, with fewer bytes and more staleness; for plain SGD with a single
+    worker it is the same.
+    """
+    updates = replica_step.updates
+
+    def clipped(output: ReplicaOutput) -> ReplicaOutput:
+        return replace(output, gradients=updates.clip(output.gradients, output.phase))
+
+    def one(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        running = store.run_step(replica_step, pulled, *next_batch(), metrics)
+        fresh: Any = None
+        for _ in range(updates.num_phases):
+            fresh = yield clipped(running.send(fresh))
+
+    def several(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        sums = output = clipped(next(store.run_step(replica_step, pulled, *next_batch(), metrics)))
+        learning_rate = tf.identity(store.learning_rate(pulled.global_step))
+        for _ in range(local_steps - 1):
+            pulled = replace(
+                pulled,
+                trainable=[_moved(*pair, learning_rate) for pair in zip(pulled.trainable, output.gradients)],
+                state=_newer(pulled.state, output.state),
+            )
+            output = clipped(next(store.run_step(replica_step, pulled, *next_batch(), output.metrics)))
+            sums = replace(
+                output,
+                gradients=[
+                    _sum(*pair, is_row_wise=i in replica_step.row_wise)
+                    for i, pair in enumerate(zip(sums.gradients, output.gradients))
+                ],
+                state=_newer(sums.state, output.state),
+                num_examples=sums.num_examples + output.num_examples,
+                overflow=None if output.overflow is None else tf.maximum(sums.overflow, output.overflow),
+            )
+        yield sums
+
+    return several if local_steps > 1 else one
+
+
+def _moved(value: Any, gradient: Change, learning_rate: tf.Tensor) -> Any:
+    """A value after one step of gradient descent; a table whose rows are fetched is read anew in every step."""
+    if gradient is None or value is None:
+        return value
+    learning_rate = tf.cast(learning_rate, value.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        changes = learning_rate * tf.cast(gradient.values, value.dtype)
+        return tf.tensor_scatter_nd_sub(value, gradient.indices[:, None], changes)
+    return value - learning_rate * tf.cast(gradient, value.dtype)
+
+
+def _newer(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    return [before if after is None else after for before, after in zip(old, new)]
+
+
+def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.Tensor):
+        return one + other
+    both = tf.IndexedSlices(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
+    return sum_duplicates(both) if is_row_wise else both
