@@ -147,8 +147,8 @@ class StepCounter(TimedHook):
         steps_per_sec, examples_per_sec = self._steady.steps_per_second, self._steady.examples_per_second
         if steps_per_sec is not None and examples_per_sec is not None:
             self.report(session, steps_per_sec, examples_per_sec)
-            of_workers = self._of_workers(steps_per_sec, examples_per_sec)
-            session.summaries.scalars("train", of_workers, session.global_step)
+            if of_workers := self._of_workers(steps_per_sec, examples_per_sec):
+                session.summaries.scalars("train", of_workers, session.global_step)
 
     def report(self, session: Session, steps_per_sec: float, examples_per_sec: float) -> None:
         """Reports the speed of training over all replicas; tracing does not count."""

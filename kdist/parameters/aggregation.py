@@ -21,6 +21,7 @@ from kdist.parameters.placement.messages import (
     Assigned,
     BlockUpdates,
     Layout,
+    Message,
     Overflow,
     Pulled,
     UpdateKey,
@@ -45,16 +46,15 @@ class GradientAggregator:
         """Moves a gradient, not clipped, to the servers; takes the same as `ParameterStore.push`; traced in a call."""
         return self.send_packed(self.pack(output, pulled), output.phase)
 
-    def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[tf.Tensor]:
-        """The tensors on the worker that `send_packed` moves."""
-        messages = self._store.fuse(weighted(self._store, output, pulled))
-        self._layouts[output.phase] = [layout for _, layout in messages]
-        return [tensor for tensor, _ in messages]
+    def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[Message]:
+        """A gradient, fused on the worker."""
+        return self._store.fuse(weighted(self._store, output, pulled))
 
-    def send_packed(self, packed: Sequence[tf.Tensor], phase: int = 0) -> Contribution:
-        """Moves the packed tensors of a phase to the servers."""
+    def send_packed(self, messages: Sequence[Message], phase: int = 0) -> Contribution:
+        """Moves the packed gradient of a phase to the servers."""
+        self._layouts[phase] = [layout for _, layout in messages]
         tensors = []
-        for tensor, layout in zip(packed, self._layouts[phase]):
+        for tensor, layout in messages:
             with tf.device(layout.device):
                 tensors.append(tf.identity(tensor))
         return tensors

@@ -22,10 +22,10 @@ from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.messages import BlockUpdates, Pulled
+from kdist.parameters.placement.messages import BlockUpdates, Gathered, Message, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
-from kdist.strategies.worker_step import Compute, own_step
+from kdist.strategies.worker_step import Compute, WorkerStep, own_step
 
 T = TypeVar("T")
 
@@ -78,10 +78,45 @@ class UnrolledCalls(Calls):
         compute = own_step(self.replica_step, self.store, self.local_steps)
 
         def call(iterator: Any) -> tf.Tensor:
+            if self._has_worker_step:
+                step = WorkerStep(self.store, self.logs, compute, self.store.pack)
+                return self._run_worker_steps(step, num_steps, iterator)
             replica = Replica(self.store, iterator, compute)
             return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
 
         return function_for_tasks(call, self.iterator_spec)
+
+    @property
+    def _has_worker_step(self) -> bool:
+        """Tells whether the steps are one function: not of a GPU, where its inputs, strings among them, would go first,
+        and not of several batches, which need the learning rate.
+        """
+        fits = WorkerStep.fits(self.replica_step, self.store)
+        return fits and self.local_steps == 1 and not tf.config.list_logical_devices("GPU")
+
+    def _run_worker_steps(self, step: WorkerStep, num_steps: int, iterator: Any) -> tf.Tensor:
+        """As `run_steps`, for one worker."""
+        rows: list[list[tf.Tensor]] = []
+        staleness: list[tf.Tensor] = []
+        computed: deque[tuple[Gathered, list[Message]]] = deque()
+
+        def push(gathered: Gathered, messages: list[Message]) -> None:
+            number = self.store.push_packed(messages)
+            with tf.device(self.store.devices[0]):
+                staleness.append(number - 1 - gathered.global_step)
+
+        for _ in range(num_steps):
+            gathered = self.store.gather()
+            messages, _, row = step(gathered, *next_of(iterator))
+            rows.append([row])
+            computed.append((gathered, messages))
+            if len(computed) > self.num_ahead:
+                push(*computed.popleft())
+        for late in computed:
+            push(*late)
+        with tf.device(self.store.devices[0]):
+            of_steps = tf.stack(staleness)
+        return self.logs.pack(of_steps, rows)
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,24 @@ graph are all the synchronisation there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import function_of_its_own
 from kdist.cluster.spec import Task
 from kdist.data.base import next_of
 from kdist.dispatch.connection import OWN_DEVICE, compute_device
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
 from kdist.parameters.aggregation import Contribution, GradientAggregator
-from kdist.parameters.placement.messages import Gathered, Pulled
+from kdist.parameters.placement.messages import Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
 from kdist.strategies.calls import Calls
+from kdist.strategies.worker_step import NextBatch, WorkerStep
 
 
 @dataclass(eq=False)
@@ -42,17 +42,17 @@ class InGraphSyncCalls(Calls):
     logs: CallLogs
     iterator_spec: tf.TypeSpec
     shares: Mapping[int, int]
-    #: A self-contained step of a worker, traced once for all of them in each call.
-    _worker_function: Callable[..., Any] | None = field(default=None, init=False)
 
     def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
         specs = [self.iterator_spec] * len(self.shares)
         return tf.function(partial(self._run_steps, num_steps), autograph=False).get_concrete_function(specs)
 
     def _run_steps(self, num_steps: int, iterators: list[Any]) -> list[tf.Tensor]:
-        self._worker_function = None
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self.shares}
-        run_step = self._run_same_step if self.replica_step.is_self_contained else self._run_step
+        run_step = self._run_step
+        if WorkerStep.fits(self.replica_step, self.store):
+            step = WorkerStep(self.store, self.logs, self._compute, self.aggregator.pack)
+            run_step = partial(self._run_same_step, step)
         for _ in range(num_steps):
             for worker, row in run_step(dict(zip(self.shares, iterators))).items():
                 rows[worker].append(row)
@@ -66,44 +66,24 @@ class InGraphSyncCalls(Calls):
         with tf.device(OWN_DEVICE):
             return [tf.identity(logs) for logs in packed]
 
-    def _run_same_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
+    def _compute(self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        return self.store.run_step(self.replica_step, pulled, *next_batch(), metrics)
+
+    def _run_same_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""
         gathered = self.store.gather()
         results: list[Contribution] = []
         rows: dict[int, list[Any]] = {}
         for worker, share in self.shares.items():
             with tf.device(compute_device(Task("worker", worker))):
-                values = [tf.identity(tensor) for tensor, _ in gathered.fused]
-                before: list[tf.Tensor] = [tf.constant(0), *self.logs.initial_metrics()]
+                counted: list[tf.Tensor] | None = None
                 for _ in range(share):
-                    arguments = [values, before, *next_of(iterators[worker])]
-                    packed, before, row = self._function_for(gathered, arguments)(*arguments)
-                    results.append(self.aggregator.send_packed(packed))
+                    batch, seeds = next_of(iterators[worker])
+                    messages, counted, row = step(gathered, batch, seeds, counted)
+                    results.append(self.aggregator.send_packed(messages))
                 rows[worker] = [row]
         self.aggregator.apply_mean(results)
         return rows
-
-    def _function_for(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
-        """The step of a worker: values as gathered; the number of examples and the metrics before; batch; seeds -> a
-        packed gradient for `GradientAggregator.deliver`; the number of examples and the metrics; both as a row of the
-        logs.
-        """
-        if self._worker_function is None:
-
-            def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
-                arrived = [(value, layout) for value, (_, layout) in zip(values, gathered.fused)]
-                # The step does not need the time: otherwise it would not be self-contained.
-                pulled = self.store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
-                num_before, *metrics = before
-                output = next(self.store.run_step(self.replica_step, pulled, batch, seeds, metrics))
-                after = [num_before + output.num_examples, *output.metrics]
-                return self.aggregator.pack(output, pulled), after, self.logs.fuse(after)
-
-            specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-            # Of no worker: each runs it on its own device.
-            with tf.device(None):
-                self._worker_function = function_of_its_own(step).get_concrete_function(*specs)
-        return self._worker_function
 
     def _run_step(self, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers; for each the number of examples and the metrics."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist._compat.tensorflow import function_of_its_own
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
-from kdist.parameters.placement.messages import Change, Pulled
+from kdist.parameters.placement.messages import Change, Gathered, Layout, Message, Pulled
 from kdist.parameters.store import ParameterStore
+from kdist.strategies.call_logs import CallLogs
 
 #: The next `(batch, seeds)` of a replica.
 NextBatch = Callable[[], tuple[Any, tf.Tensor]]
@@ -88,3 +90,71 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
         return one + other
     both = tf.IndexedSlices(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
     return sum_duplicates(both) if is_row_wise else both
+
+
+class WorkerStep:
+    """A step that is self-contained, as one function that all steps of a call run, on whatever worker.
+
+    Unrolled, the operations of a large model would be in a call as often as it has steps, and tasks would take as many
+    times longer to prepare it.
+
+    Args:
+        compute: the step between a pull and a push.
+        pack: its output, the values it began with -> the messages that travel to the servers.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        logs: CallLogs,
+        compute: Compute,
+        pack: Callable[[ReplicaOutput, Pulled], list[Message]],
+    ) -> None:
+        self._store = store
+        self._logs = logs
+        self._compute = compute
+        self._pack = pack
+        self._functions: dict[bool, Callable[..., Any]] = {}
+        self._layouts: list[Layout] = []
+
+    @staticmethod
+    def fits(replica_step: ReplicaStep, store: ParameterStore) -> bool:
+        """Tells whether a step may be such a function."""
+        return replica_step.is_self_contained and store.is_remote
+
+    def __call__(
+        self, gathered: Gathered, batch: Any, seeds: tf.Tensor, before: list[tf.Tensor] | None = None
+    ) -> tuple[list[Message], list[tf.Tensor], tf.Tensor]:
+        """Runs the step on gathered values, on the device of the caller.
+
+        Args:
+            before: the number of examples and the metrics to add to; None at first.
+
+        Returns:
+            The messages, the number of examples and the metrics after it, and both as a row for `CallLogs.pack`.
+        """
+        # Not constants: TensorFlow would make another function for each call of one.
+        given = [] if before is None else before
+        arguments = [[tf.identity(tensor) for tensor, _ in gathered.fused], given, batch, seeds]
+        if bool(given) not in self._functions:
+            self._functions[bool(given)] = self._trace(gathered, arguments)
+        packed, after, row = self._functions[bool(given)](*arguments)
+        return list(zip(packed, self._layouts)), after, row
+
+    def _trace(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
+        def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
+            arrived = [(value, layout) for value, (_, layout) in zip(values, gathered.fused)]
+            # The step does not need the time: otherwise it would not be self-contained.
+            pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
+            num_before, *metrics = before or [tf.constant(0), *self._logs.initial_metrics()]
+            output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
+            after = [num_before + output.num_examples, *output.metrics]
+            messages = self._pack(output, pulled)
+            self._layouts = [layout for _, layout in messages]
+            return [tensor for tensor, _ in messages], after, self._logs.fuse(after)
+
+        specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+        # Of no task: each runs it on its own device.
+        with tf.device(None):
+            function: Callable[..., Any] = function_of_its_own(step).get_concrete_function(*specs)
+        return function

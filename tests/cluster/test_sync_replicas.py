@@ -287,23 +287,6 @@ def test_a_strict_quorum_that_lost_a_worker_ends_the_run(run_dir: Path) -> None:
         trainer.fit(x, y, batch_size=8, steps=100_000, verbose=0)
 
 
-def test_all_workers_share_one_traced_function(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[Any] = []
-    make = in_graph.function_of_its_own
-
-    def noted(step: Any) -> Any:
-        traced.append(step)
-        return make(step)
-
-    monkeypatch.setattr(in_graph, "function_of_its_own", noted)
-    x, y = toy_data()
-    trainer = kdist.Trainer(
-        models.mlp, cluster="1ps2w", strategy="sync_replicas", run_dir=run_dir, steps_per_call=4, seed=3
-    )
-    trainer.fit(x, y, batch_size=8, steps=8, verbose=0)
-    assert len(traced) == 1
-
-
 @pytest.mark.long
 def test_a_call_that_was_cancelled_is_made_worker_by_worker(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = in_graph.InGraphSyncCalls.function
