@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,24 +75,29 @@ class UnrolledCalls(Calls):
         self.logs = CallLogs(self.replica_step)
 
     def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
-        compute = own_step(self.replica_step, self.store, self.local_steps)
-
         def call(iterator: Any) -> tf.Tensor:
-            if self._has_worker_step:
-                step = WorkerStep(self.store, self.logs, compute, self.store.pack)
-                return self._run_worker_steps(step, num_steps, iterator)
-            replica = Replica(self.store, iterator, compute)
+            if self._worker_step is not None:
+                return self._run_worker_steps(self._worker_step, num_steps, iterator)
+            replica = Replica(self.store, iterator, self._compute)
             return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
 
         return function_for_tasks(call, self.iterator_spec)
 
     @property
-    def _has_worker_step(self) -> bool:
-        """Tells whether the steps are one function: not of a GPU, where its inputs, strings among them, would go first,
-        and not of several batches, which need the learning rate.
+    def _compute(self) -> Compute:
+        return own_step(self.replica_step, self.store, self.local_steps)
+
+    @cached_property
+    def _worker_step(self) -> WorkerStep | None:
+        """The function that all steps run; None if they cannot.
+
+        Steps of several batches need the learning rate meanwhile. To a GPU, all inputs of a function would be copied
+        first, which is not possible for strings.
         """
-        fits = WorkerStep.fits(self.replica_step, self.store)
-        return fits and self.local_steps == 1 and not tf.config.list_logical_devices("GPU")
+        fits = WorkerStep.fits(self.replica_step, self.store) and self.local_steps == 1
+        if not fits or tf.config.list_logical_devices("GPU"):
+            return None
+        return WorkerStep(self.store, self.logs, self._compute, self.store.pack)
 
     def _run_worker_steps(self, step: WorkerStep, num_steps: int, iterator: Any) -> tf.Tensor:
         """As `run_steps`, for one worker."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import tensorflow as tf
@@ -49,10 +49,7 @@ class InGraphSyncCalls(Calls):
 
     def _run_steps(self, num_steps: int, iterators: list[Any]) -> list[tf.Tensor]:
         rows: dict[int, list[list[Any]]] = {worker: [] for worker in self.shares}
-        run_step = self._run_step
-        if WorkerStep.fits(self.replica_step, self.store):
-            step = WorkerStep(self.store, self.logs, self._compute, self.aggregator.pack)
-            run_step = partial(self._run_same_step, step)
+        run_step = self._run_step if self._worker_step is None else partial(self._run_worker_step, self._worker_step)
         for _ in range(num_steps):
             for worker, row in run_step(dict(zip(self.shares, iterators))).items():
                 rows[worker].append(row)
@@ -66,10 +63,17 @@ class InGraphSyncCalls(Calls):
         with tf.device(OWN_DEVICE):
             return [tf.identity(logs) for logs in packed]
 
+    @cached_property
+    def _worker_step(self) -> WorkerStep | None:
+        """The function that all steps of all workers run; None if they cannot."""
+        if not WorkerStep.fits(self.replica_step, self.store):
+            return None
+        return WorkerStep(self.store, self.logs, self._compute, self.aggregator.pack)
+
     def _compute(self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
         return self.store.run_step(self.replica_step, pulled, *next_batch(), metrics)
 
-    def _run_same_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
+    def _run_worker_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""
         gathered = self.store.gather()
         results: list[Contribution] = []
