@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,10 +22,10 @@ from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.messages import BlockUpdates, Gathered, Message, Pulled
+from kdist.parameters.placement.messages import BlockUpdates, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
-from kdist.strategies.worker_step import Compute, WorkerStep, own_step
+from kdist.strategies.worker_step import Compute, own_step
 
 T = TypeVar("T")
 
@@ -75,53 +75,13 @@ class UnrolledCalls(Calls):
         self.logs = CallLogs(self.replica_step)
 
     def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
+        compute = own_step(self.replica_step, self.store, self.local_steps)
+
         def call(iterator: Any) -> tf.Tensor:
-            if self._worker_step is not None:
-                return self._run_worker_steps(self._worker_step, num_steps, iterator)
-            replica = Replica(self.store, iterator, self._compute)
+            replica = Replica(self.store, iterator, compute)
             return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
 
         return function_for_tasks(call, self.iterator_spec)
-
-    @property
-    def _compute(self) -> Compute:
-        return own_step(self.replica_step, self.store, self.local_steps)
-
-    @cached_property
-    def _worker_step(self) -> WorkerStep | None:
-        """The function that all steps run; None if they cannot.
-
-        Steps of several batches need the learning rate meanwhile. To a GPU, all inputs of a function would be copied
-        first, which is not possible for strings.
-        """
-        fits = WorkerStep.fits(self.replica_step, self.store) and self.local_steps == 1
-        if not fits or tf.config.list_logical_devices("GPU"):
-            return None
-        return WorkerStep(self.store, self.logs, self._compute, self.store.pack)
-
-    def _run_worker_steps(self, step: WorkerStep, num_steps: int, iterator: Any) -> tf.Tensor:
-        """As `run_steps`, for one worker."""
-        rows: list[list[tf.Tensor]] = []
-        staleness: list[tf.Tensor] = []
-        computed: deque[tuple[Gathered, list[Message]]] = deque()
-
-        def push(gathered: Gathered, messages: list[Message]) -> None:
-            number = self.store.push_packed(messages)
-            with tf.device(self.store.devices[0]):
-                staleness.append(number - 1 - gathered.global_step)
-
-        for _ in range(num_steps):
-            gathered = self.store.gather()
-            messages, _, row = step(gathered, *next_of(iterator))
-            rows.append([row])
-            computed.append((gathered, messages))
-            if len(computed) > self.num_ahead:
-                push(*computed.popleft())
-        for late in computed:
-            push(*late)
-        with tf.device(self.store.devices[0]):
-            of_steps = tf.stack(staleness)
-        return self.logs.pack(of_steps, rows)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class InGraphSyncCalls(Calls):
     @cached_property
     def _worker_step(self) -> WorkerStep | None:
         """The function that all steps of all workers run; None if they cannot."""
-        if not WorkerStep.fits(self.replica_step, self.store):
+        if not self.replica_step.is_self_contained:
             return None
         return WorkerStep(self.store, self.logs, self._compute, self.aggregator.pack)
 

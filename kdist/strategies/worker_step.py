@@ -93,10 +93,11 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
 
 
 class WorkerStep:
-    """A step that is self-contained, as one function that all steps of a call run, on whatever worker.
+    """A self-contained step of synchronous workers, as one function that all steps of all calls run, on any worker.
 
     Unrolled, the operations of a large model would be in a call as often as it has steps, and tasks would take as many
-    times longer to prepare it.
+    times longer to prepare it. If such a function fails, TensorFlow may say no more than that the call was cancelled,
+    so whoever runs it must have another way to learn the error.
 
     Args:
         compute: the step between a pull and a push.
@@ -116,11 +117,6 @@ class WorkerStep:
         self._pack = pack
         self._functions: dict[bool, Callable[..., Any]] = {}
         self._layouts: list[Layout] = []
-
-    @staticmethod
-    def fits(replica_step: ReplicaStep, store: ParameterStore) -> bool:
-        """Tells whether a step may be such a function."""
-        return replica_step.is_self_contained and store.is_remote
 
     def __call__(
         self, gathered: Gathered, batch: Any, seeds: tf.Tensor, before: list[tf.Tensor] | None = None
