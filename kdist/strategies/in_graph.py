@@ -66,12 +66,12 @@ class InGraphSyncCalls(Calls):
     @cached_property
     def _worker_step(self) -> WorkerStep | None:
         """The function that all steps of all workers run; None if they cannot."""
-        if not self.replica_step.is_self_contained:
-            return None
-        return WorkerStep(self.store, self.logs, self._compute, self.aggregator.pack)
+        replica_step, store = self.replica_step, self.store
 
-    def _compute(self, pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-        return self.store.run_step(self.replica_step, pulled, *next_batch(), metrics)
+        def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+            return store.run_step(replica_step, pulled, *next_batch(), metrics)
+
+        return WorkerStep(store, self.logs, compute, self.aggregator.pack) if replica_step.is_self_contained else None
 
     def _run_worker_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""
