@@ -57,8 +57,9 @@ def main(rounds: int) -> None:
 def _prepare(session: Any) -> None:
     """Trains until calls have their length."""
     preparation, started = Preparation(), time.monotonic()
-    while not preparation.is_over_after(session.run()) and time.monotonic() < started + _WARM_UP_SECS:
-        pass
+    while not preparation.is_over_after(session.run()):
+        if time.monotonic() > started + _WARM_UP_SECS:
+            raise SystemExit(f"calls were still prepared after {_WARM_UP_SECS:g} s")
 
 
 def _train(session: Any, secs: float) -> float:

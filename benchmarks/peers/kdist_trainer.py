@@ -27,12 +27,13 @@ class Counted(kdist.hooks.Hook):
     def __init__(self, task: Task) -> None:
         self._progress = task.counter()
         self._prepared = task.folder / PREPARED
-        self._preparation = Preparation()
+        self._preparation: Preparation | None = Preparation()
 
     def after_run(self, context: kdist.hooks.RunContext, values: kdist.hooks.RunValues) -> None:
         self._progress.set(context.session.global_step)
-        if self._preparation.is_over_after(values) and not self._prepared.exists():
+        if self._preparation is not None and self._preparation.is_over_after(values):
             self._prepared.touch()
+            self._preparation = None
 
 
 def main(task: Task) -> None:

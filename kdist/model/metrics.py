@@ -250,8 +250,10 @@ class MetricReader:
 
     def _mean(self, values: Sequence[np.ndarray], total: int, count: int) -> float:
         # In the dtype of the variables, as in Keras: values of several steps are added up in float64.
-        as_variable = self.initial_values[total].dtype.type
-        return float(as_variable(values[total]) / as_variable(values[count])) if values[count] else 0.0
+        dtype = self.initial_values[total].dtype
+        with np.errstate(all="ignore"):
+            dividend, divisor = (np.asarray(values[i]).astype(dtype) for i in (total, count))
+            return float(dividend / divisor) if divisor else 0.0
 
     def _results_by_keras(self, values: Sequence[np.ndarray]) -> Logs:
         model = self.model

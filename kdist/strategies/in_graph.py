@@ -24,7 +24,7 @@ from kdist.parameters.placement.messages import Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
 from kdist.strategies.calls import Calls
-from kdist.strategies.worker_step import NextBatch, WorkerStep
+from kdist.strategies.worker_step import WorkerStep
 
 
 @dataclass(eq=False)
@@ -66,12 +66,9 @@ class InGraphSyncCalls(Calls):
     @cached_property
     def _worker_step(self) -> WorkerStep | None:
         """The function that all steps of all workers run; None if they cannot."""
-        replica_step, store = self.replica_step, self.store
-
-        def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-            return store.run_step(replica_step, pulled, *next_batch(), metrics)
-
-        return WorkerStep(store, self.logs, compute, self.aggregator.pack) if replica_step.is_self_contained else None
+        if not self.replica_step.is_self_contained:
+            return None
+        return WorkerStep(self.replica_step, self.store, self.aggregator, self.logs)
 
     def _run_worker_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""

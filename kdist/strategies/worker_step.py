@@ -12,6 +12,7 @@ from kdist._compat.tensorflow import function_of_its_own
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
+from kdist.parameters.aggregation import GradientAggregator
 from kdist.parameters.placement.messages import Change, Gathered, Layout, Message, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
@@ -99,22 +100,15 @@ class WorkerStep:
     times longer to prepare it. If such a function fails, TensorFlow may say no more than that the call was cancelled,
     so whoever runs it must have another way to learn the error.
 
-    Args:
-        compute: the step between a pull and a push.
-        pack: its output, the values it began with -> the messages that travel to the servers.
     """
 
     def __init__(
-        self,
-        store: ParameterStore,
-        logs: CallLogs,
-        compute: Compute,
-        pack: Callable[[ReplicaOutput, Pulled], list[Message]],
+        self, replica_step: ReplicaStep, store: ParameterStore, aggregator: GradientAggregator, logs: CallLogs
     ) -> None:
+        self._replica_step = replica_step
         self._store = store
+        self._aggregator = aggregator
         self._logs = logs
-        self._compute = compute
-        self._pack = pack
         self._functions: dict[bool, Callable[..., Any]] = {}
         self._layouts: list[Layout] = []
 
@@ -143,9 +137,9 @@ class WorkerStep:
             # The step does not need the time: otherwise it would not be self-contained.
             pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
             num_before, *metrics = before or [tf.constant(0), *self._logs.initial_metrics()]
-            output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
+            output = next(self._store.run_step(self._replica_step, pulled, batch, seeds, metrics))
             after = [num_before + output.num_examples, *output.metrics]
-            messages = self._pack(output, pulled)
+            messages = self._aggregator.pack(output, pulled)
             self._layouts = [layout for _, layout in messages]
             return [tensor for tensor, _ in messages], after, self._logs.fuse(after)
 
