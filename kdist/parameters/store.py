@@ -273,13 +273,21 @@ class ParameterStore:
         Returns:
             Scalar int64 on the first server: the global step of this update.
         """
-        changes = self.updates_of(output, pulled)
         if self.is_remote:
-            messages, changes = self.fuse(changes), {}
-            for tensor, layout in messages:
-                with tf.device(layout.device):
-                    changes |= layout.split(tensor)
-        return self.apply(changes, output.phase)
+            return self.push_packed(self.pack(output, pulled), output.phase)
+        return self.apply(self.updates_of(output, pulled), output.phase)
+
+    def pack(self, output: ReplicaOutput, pulled: Pulled) -> list[Message]:
+        """The changes of a step, fused on the worker; takes the same as `push`."""
+        return self.fuse(self.updates_of(output, pulled))
+
+    def push_packed(self, messages: Sequence[Message], phase: int = 0) -> tf.Tensor:
+        """Applies the packed changes of a phase; returns the same as `push`."""
+        changes: BlockUpdates = {}
+        for tensor, layout in messages:
+            with tf.device(layout.device):
+                changes |= layout.split(tensor)
+        return self.apply(changes, phase)
 
     def updates_of(self, output: ReplicaOutput, pulled: Pulled) -> BlockUpdates:
         """The changes of a step, by block; blocks without a change are missing."""

@@ -1,5 +1,5 @@
-"""Calls: several replica steps unrolled in one function, so that they share the cost of one dispatch; and the iterators
-on the workers that give them batches."""
+"""Calls: several replica steps in one function, so that they share the cost of one dispatch; and the iterators on the
+workers that give them batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,10 +22,10 @@ from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.messages import BlockUpdates, Pulled
+from kdist.parameters.placement.messages import BlockUpdates, Gathered, Message, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
-from kdist.strategies.worker_step import Compute, own_step
+from kdist.strategies.worker_step import Compute, WorkerStep, own_step
 
 T = TypeVar("T")
 
@@ -78,10 +78,54 @@ class UnrolledCalls(Calls):
         compute = own_step(self.replica_step, self.store, self.local_steps)
 
         def call(iterator: Any) -> tf.Tensor:
+            # A step alone reports its own error, see `WorkerStep`.
+            if num_steps > 1 and self._worker_step is not None:
+                return self._run_worker_steps(self._worker_step, num_steps, iterator)
             replica = Replica(self.store, iterator, compute)
             return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
 
         return function_for_tasks(call, self.iterator_spec)
+
+    @property
+    def may_hide_errors(self) -> bool:
+        """True if a call of several steps may say no more than that it was cancelled, whatever its error was."""
+        return self._worker_step is not None
+
+    @cached_property
+    def _worker_step(self) -> WorkerStep | None:
+        """The function that the steps of longer calls run; None if they cannot.
+
+        Steps of several batches need the learning rate meanwhile. To a GPU, all inputs of a function would be copied
+        first, which is not possible for strings.
+        """
+        fits = self.replica_step.is_self_contained and self.store.is_remote and self.local_steps == 1
+        if not fits or tf.config.list_logical_devices("GPU"):
+            return None
+        return WorkerStep(self.store, self.logs, own_step(self.replica_step, self.store, 1), self.store.pack)
+
+    def _run_worker_steps(self, step: WorkerStep, num_steps: int, iterator: Any) -> tf.Tensor:
+        """As `run_steps`, with the same function for each step."""
+        rows: list[list[tf.Tensor]] = []
+        staleness: list[tf.Tensor] = []
+        computed: deque[tuple[Gathered, list[Message]]] = deque()
+
+        def push(gathered: Gathered, messages: list[Message]) -> None:
+            number = self.store.push_packed(messages)
+            with tf.device(self.store.devices[0]):
+                staleness.append(number - 1 - gathered.global_step)
+
+        for _ in range(num_steps):
+            gathered = self.store.gather()
+            messages, _, row = step(gathered, *next_of(iterator))
+            rows.append([row])
+            computed.append((gathered, messages))
+            if len(computed) > self.num_ahead:
+                push(*computed.popleft())
+        for late in computed:
+            push(*late)
+        with tf.device(self.store.devices[0]):
+            of_steps = tf.stack(staleness)
+        return self.logs.pack(of_steps, rows)
 
 
 @dataclass(frozen=True)
@@ -195,8 +239,17 @@ class WorkerIterators:
         Raises:
             NothingToRead: there is no split for the worker now.
             DataSourceError: the source of the split cannot be reached.
-            tf.errors.OpError: from `call`; it names the split.
+            tf.errors.OpError: from `call`; it names the split. After a `CancelledError`, the next call reads the same
+                batches.
         """
+        try:
+            return self._read(worker, splits, call, num_batches)
+        except tf.errors.CancelledError:
+            # It has read more than counts, and perhaps what it cannot read.
+            self.forget(worker)
+            raise
+
+    def _read(self, worker: int, splits: Splits | None, call: Callable[[Any], T], num_batches: int) -> T:
         if splits is None:
             result = call(self.of(worker))
             self.has_read(worker, splits, num_batches)
@@ -235,20 +288,20 @@ class WorkerIterators:
                 self.forget(worker)
 
     def read_steps(
-        self, worker: int, splits: Splits | None, calls: Mapping[int, Callable[[Any], np.ndarray]]
+        self, worker: int, splits: Splits | None, calls: Mapping[int, Callable[[Any], np.ndarray]], num_steps: int
     ) -> np.ndarray:
-        """The rows of as many steps as the largest of `calls` has, which are by their numbers of steps.
+        """The rows of so many steps, by the largest of `calls` that fit, which are by their numbers of steps.
 
         If the split of the worker ends before, smaller calls take the rest of it, and the next split. There are fewer
         rows if no other split follows, or the worker is lost in between: the next call is told.
         """
         rows: list[np.ndarray] = []
-        while (left := max(calls) - sum(map(len, rows))) > 0:
+        while (left := num_steps - sum(map(len, rows))) > 0:
             try:
                 if splits is not None:
                     left = splits.reserve(worker, left)
-                num_steps = max(n for n in calls if n <= left)
-                rows.append(self.read(worker, splits, calls[num_steps], num_steps))
+                size = max(n for n in calls if n <= left)
+                rows.append(self.read(worker, splits, calls[size], size))
             except (NothingToRead, tf.errors.OpError) as error:
                 if not rows or (isinstance(error, tf.errors.OpError) and not may_be_lost(error)):
                     raise

@@ -24,7 +24,7 @@ from kdist.parameters.placement.messages import Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
 from kdist.strategies.calls import Calls
-from kdist.strategies.worker_step import WorkerStep
+from kdist.strategies.worker_step import WorkerStep, shared_step
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class InGraphSyncCalls(Calls):
         """The function that all steps of all workers run; None if they cannot."""
         if not self.replica_step.is_self_contained:
             return None
-        return WorkerStep(self.replica_step, self.store, self.aggregator, self.logs)
+        return WorkerStep(self.store, self.logs, shared_step(self.replica_step, self.store), self.aggregator.pack)
 
     def _run_worker_step(self, step: WorkerStep, iterators: Mapping[int, Any]) -> dict[int, list[Any]]:
         """One step of all workers, for which each calls the same function; see `_run_step`."""

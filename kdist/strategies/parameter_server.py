@@ -60,6 +60,9 @@ class ParameterServer(ServersStrategy):
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.
         self._idle: set[int] = set()
+        #: Workers whose last call was cancelled. That may be all that is left of the error of a step, so they take
+        #: calls of one step, which report their own.
+        self._cancelled: set[int] = set()
         #: The losses of workers that the counters of the servers account for.
         self._aligned_after = 0
         #: The calls of each size in flight, and the finished ones since they were last traced; the steps of all that
@@ -218,15 +221,25 @@ class ParameterServer(ServersStrategy):
     def _call_of(self, size: int) -> Callable[[int], np.ndarray]:
         """The call of so many steps; of the present splits, one that may end before has calls of other sizes, too."""
         several = self._traced(self._calls, size)
-        smaller = range(1, size) if self._splits is not None else ()
-        sizes = {n: self._calls.function(n) for n in smaller if n == 1 or self._calls.traced(n)}
+        needs_single = self._splits is not None or self._calls.may_hide_errors
+        sizes = {
+            n: self._calls.function(n) for n in range(1, size) if self._calls.traced(n) or (needs_single and n == 1)
+        }
         calls = {n: partial(_fetched, function) for n, function in (sizes | {size: several}).items()}
 
         def call(worker: int) -> np.ndarray:
             if self._running().interrupted():
                 # The time that a signal leaves is for the calls that had begun.
                 raise NothingToRead
-            return self._iterators.read_steps(worker, self._splits, calls)
+            is_cautious = worker in self._cancelled and 1 in calls
+            chosen = {1: calls[1]} if is_cautious else calls
+            try:
+                rows = self._iterators.read_steps(worker, self._splits, chosen, size)
+            except tf.errors.CancelledError:
+                self._cancelled.add(worker)
+                raise
+            self._cancelled.discard(worker)
+            return rows
 
         return call
 
@@ -234,6 +247,11 @@ class ParameterServer(ServersStrategy):
         if self._splits is not None:
             # More calls may have ended than this process has noticed; no two batches may have the same seeds.
             return (self._first_step or 0) + self._splits.num_batches(worker)
+        if worker in self._cancelled and worker in self._first_batches:
+            # It continues where its call had begun.
+            num_read = self._first_batches[worker] + self._iterators.num_read[worker]
+            count = self._prepared.spec.count
+            return count.begin + num_read * self._prepared.num_workers // self.batches_per_step
         # A worker that returns continues to read where training is.
         return self._num_applied
 

@@ -12,7 +12,6 @@ from kdist._compat.tensorflow import function_of_its_own
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput, RunningStep
-from kdist.parameters.aggregation import GradientAggregator
 from kdist.parameters.placement.messages import Change, Gathered, Layout, Message, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
@@ -23,6 +22,15 @@ NextBatch = Callable[[], tuple[Any, tf.Tensor]]
 #: Computes a step between a pull and a push: pulled values, the next batches, metrics to add to -> the step in phases,
 #: most often one.
 Compute = Callable[[Pulled, NextBatch, list[tf.Tensor]], RunningStep]
+
+
+def shared_step(replica_step: ReplicaStep, store: ParameterStore) -> Compute:
+    """The step of a replica whose gradients are averaged with those of others before they are clipped."""
+
+    def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
+        return store.run_step(replica_step, pulled, *next_batch(), metrics)
+
+    return compute
 
 
 def own_step(replica_step: ReplicaStep, store: ParameterStore, local_steps: int) -> Compute:
@@ -94,21 +102,28 @@ def _sum(one: Change, other: Change, *, is_row_wise: bool) -> Change:
 
 
 class WorkerStep:
-    """A self-contained step of synchronous workers, as one function that all steps of all calls run, on any worker.
+    """A self-contained step as one function that all steps of all calls run, on any worker.
 
     Unrolled, the operations of a large model would be in a call as often as it has steps, and tasks would take as many
     times longer to prepare it. If such a function fails, TensorFlow may say no more than that the call was cancelled,
     so whoever runs it must have another way to learn the error.
 
+    Args:
+        compute: the step between a pull and a push; it has one phase.
+        pack: its output, the values it began with -> the messages that travel to the servers.
     """
 
     def __init__(
-        self, replica_step: ReplicaStep, store: ParameterStore, aggregator: GradientAggregator, logs: CallLogs
+        self,
+        store: ParameterStore,
+        logs: CallLogs,
+        compute: Compute,
+        pack: Callable[[ReplicaOutput, Pulled], list[Message]],
     ) -> None:
-        self._replica_step = replica_step
         self._store = store
-        self._aggregator = aggregator
         self._logs = logs
+        self._compute = compute
+        self._pack = pack
         self._functions: dict[bool, Callable[..., Any]] = {}
         self._layouts: list[Layout] = []
 
@@ -137,9 +152,9 @@ class WorkerStep:
             # The step does not need the time: otherwise it would not be self-contained.
             pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
             num_before, *metrics = before or [tf.constant(0), *self._logs.initial_metrics()]
-            output = next(self._store.run_step(self._replica_step, pulled, batch, seeds, metrics))
+            output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
             after = [num_before + output.num_examples, *output.metrics]
-            messages = self._aggregator.pack(output, pulled)
+            messages = self._pack(output, pulled)
             self._layouts = [layout for _, layout in messages]
             return [tensor for tensor, _ in messages], after, self._logs.fuse(after)
 

@@ -25,6 +25,7 @@ from kdist.data.base import DataContext
 from kdist.hooks import CheckpointSaver, Hook
 from kdist.parameters.values.value_files import ValueFiles
 from kdist.run.checkpoint import Checkpoints
+from kdist.strategies import parameter_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("tasks_prepared")]
 
@@ -249,6 +250,34 @@ def test_labels_outside_the_classes_name_the_worker(run_dir: Path) -> None:
     assert error.value.exit_code == 1
     assert result_of(run_dir)["status"] == "failed"
     assert "label value" in result_of(run_dir)["error"]
+
+
+def test_a_call_that_only_says_that_it_was_cancelled_is_asked_again_for_the_reason(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow often says no more, when one of the steps of a call has failed on a worker."""
+    fetched, num_cancelled = parameter_server._fetched, 0
+
+    def fetched_or_cancelled(function: Any, iterator: Any) -> np.ndarray:
+        nonlocal num_cancelled
+        try:
+            return fetched(function, iterator)
+        except (tf.errors.InvalidArgumentError, tf.errors.CancelledError):
+            if function is session.strategy._calls.function(1):  # type: ignore[attr-defined]
+                raise
+            num_cancelled += 1
+            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled") from None
+
+    monkeypatch.setattr(parameter_server, "_fetched", fetched_or_cancelled)
+    x, y = toy_data(256)
+    y[201] = 99
+    trainer = kdist.Trainer(models.mlp, "1ps1w", run_dir=run_dir, steps_per_call=8)
+    with (
+        pytest.raises(kdist.TaskError, match="worker:0.*label value"),
+        trainer.session(x, y, batch_size=8, steps=200, shuffle=False, verbose=0) as session,
+    ):
+        run_to_the_end(session)
+    assert num_cancelled == 1
 
 
 def test_an_optimizer_that_cannot_be_shared_is_refused(run_dir: Path) -> None:

@@ -126,15 +126,17 @@ def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, 
         assert len(_crossing(graph, "worker", tf.int64)) == 1
 
 
-def test_a_synchronous_step_is_one_function_of_all_steps_and_workers(run_dir: Path) -> None:
+@pytest.mark.parametrize(("strategy", "num_callers"), [("parameter_server", 1), ("sync_replicas", 2)])
+def test_a_step_is_one_function_of_all_steps_and_workers(strategy: str, num_callers: int, run_dir: Path) -> None:
     x, y = toy_data()
-    trainer = kdist.Trainer(models.mlp, "1ps2w", "sync_replicas", run_dir=run_dir, steps_per_call=4)
+    trainer = kdist.Trainer(models.mlp, "1ps2w", strategy, run_dir=run_dir, steps_per_call=4)
     with trainer.session(x, y, batch_size=8, steps=9, verbose=0) as session:
         session.run()
-        calls = session.strategy._lockstep  # type: ignore[attr-defined]
-        graphs = [calls.function(num_steps).graph for num_steps in (1, 4)]
+        in_use: Any = session.strategy
+        calls = in_use._calls if strategy == "parameter_server" else in_use._lockstep
+        graphs = [calls.function(num_steps).graph for num_steps in (2, 4)]
     steps = [op for graph in graphs for op in graph.get_operations() if op.type == "PartitionedCall"]
-    assert len(steps) == (1 + 4) * 2
+    assert len(steps) == (2 + 4) * num_callers
     assert len({op.get_attr("f").name for op in steps}) == 1
     # With a constant among its inputs, TensorFlow makes another function of each of these calls, and prepares them all.
     assert not [tensor for op in steps for tensor in op.inputs if tensor.op.type == "Const"]

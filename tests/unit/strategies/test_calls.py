@@ -218,8 +218,9 @@ def test_auto_goes_by_the_time_that_steps_take_and_not_by_when_they_were_asked_f
 
 
 def read_range(queue: RangeQueue, worker: int) -> Iterator[int]:
-    _, begin, end = queue.range_of(queue.assign(worker))
-    return iter(range(begin, end))
+    split = queue.assign(worker)
+    _, begin, end = queue.range_of(split)
+    return iter(range(begin + split.num_read, end))
 
 
 def take(num_steps: int, numbers: Iterator[int]) -> np.ndarray:
@@ -244,11 +245,11 @@ CALLS = {1: partial(take, 1), 4: partial(take, 4)}
 
 
 def test_smaller_calls_read_the_end_of_a_split_and_the_next_one(queue: RangeQueue, iterators: WorkerIterators) -> None:
-    read = [iterators.read_steps(0, queue, CALLS).ravel().tolist() for _ in range(3)]
+    read = [iterators.read_steps(0, queue, CALLS, 4).ravel().tolist() for _ in range(3)]
     # The last one has fewer: no split follows.
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
     with pytest.raises(NothingToRead):
-        iterators.read_steps(0, queue, CALLS)
+        iterators.read_steps(0, queue, CALLS, 4)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -263,11 +264,26 @@ def test_the_steps_before_a_worker_was_lost_are_counted(
         return row
 
     calls = {**CALLS, 1: take_one}
-    iterators.read_steps(0, queue, calls)
+    iterators.read_steps(0, queue, calls, 4)
     if is_lost:
-        assert iterators.read_steps(0, queue, calls).ravel().tolist() == [4, 5]
+        assert iterators.read_steps(0, queue, calls, 4).ravel().tolist() == [4, 5]
         # Another worker continues there.
         assert queue.assign(0).num_read == 6
     else:
         with pytest.raises(tf.errors.InvalidArgumentError):
-            iterators.read_steps(0, queue, calls)
+            iterators.read_steps(0, queue, calls, 4)
+
+
+def test_what_a_cancelled_call_has_read_is_read_again(queue: RangeQueue, iterators: WorkerIterators) -> None:
+    was_cancelled: list[np.ndarray] = []
+
+    def take_four(numbers: Iterator[int]) -> np.ndarray:
+        rows = take(4, numbers)
+        if not was_cancelled:
+            was_cancelled.append(rows)
+            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled")
+        return rows
+
+    with pytest.raises(tf.errors.CancelledError):
+        iterators.read_steps(0, queue, {4: take_four}, 4)
+    assert iterators.read_steps(0, queue, {4: take_four}, 4).ravel().tolist() == [0, 1, 2, 3]
