@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--turn-secs", type=float, default=0.6, help="seconds of a turn")
+    parser.add_argument("--turn-secs", type=float, default=1.0, help="seconds of a turn")
     parser.add_argument(
         "--only", nargs="*", help="workloads, or criteo, scaling, slow_worker, hooks, accuracy, steps_per_call"
     )
@@ -105,36 +105,42 @@ def main() -> None:
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
     started = time.monotonic()
-    results: dict[str, dict[str, Any]] = {}
-    for name, entries in chosen_races(options.quick, options.only).items():
-        print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
-        turn_secs = options.turn_secs * _LONGER_TURNS.get(entries[0].task.workload, 1.0)
-        if name.startswith("steps_per_call"):
-            turn_secs *= 4
-        results |= race(entries, rounds=rounds, turn_secs=turn_secs)
-    hooks = {}
-    if not options.only or "hooks" in options.only:
-        print(f"hooks ({time.monotonic() - started:.0f} s)", flush=True)
-        hooks = hook_overhead.measure(quick=options.quick)
-    to_accuracy = {}
-    if not options.only or "accuracy" in options.only:
-        print(f"accuracy ({time.monotonic() - started:.0f} s)", flush=True)
-        to_accuracy = accuracy.measure(quick=options.quick)
-    record = {
+    record: dict[str, Any] = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), **installed_versions()},
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
-        "seconds": time.monotonic() - started,
-        "results": results,
-        "hooks": hooks,
-        "accuracy": to_accuracy,
+        "results": {},
+        "hooks": {},
+        "accuracy": {},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(record, indent=1))
-    report.draw(results, options.out / "results.png")
-    text = report.table(record)
-    (options.out / "results.md").write_text(text)
-    print(text)
+
+    def begin(name: str) -> None:
+        print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
+
+    def write() -> None:
+        """Writes what has been measured so far: an hour of races is not lost with the last of them."""
+        record["seconds"] = time.monotonic() - started
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "results.json").write_text(json.dumps(record, indent=1))
+        report.draw(record["results"], options.out / "results.png")
+        (options.out / "results.md").write_text(report.table(record))
+
+    for name, entries in chosen_races(options.quick, options.only).items():
+        begin(name)
+        turn_secs = options.turn_secs * _LONGER_TURNS.get(entries[0].task.workload, 1.0)
+        if name.startswith("steps_per_call"):
+            turn_secs *= 4
+        record["results"] |= race(entries, rounds=rounds, turn_secs=turn_secs)
+        write()
+    if not options.only or "hooks" in options.only:
+        begin("hooks")
+        record["hooks"] = hook_overhead.measure(quick=options.quick)
+        write()
+    if not options.only or "accuracy" in options.only:
+        begin("accuracy")
+        record["accuracy"] = accuracy.measure(quick=options.quick)
+        write()
+    print(report.table(record))
 
 
 def chosen_races(quick: bool, only: list[str] | None) -> dict[str, list[Entry]]:

@@ -22,8 +22,11 @@ _START_SECS = 120.0
 # Until calls have their length; on a slow machine a large model takes a minute.
 _PREPARE_SECS = 180.0
 _WARM_UP_SECS = 0.5
-# After a rest caches are cold, and the kernel may have taken pages of the program.
-_SETTLE_SECS = 0.3
+# After a rest a contender is slower, some for seconds: caches are cold, and the kernel may have taken pages of the
+# program. It has settled when the last two windows of so many seconds are hardly faster than the fastest before.
+_SETTLE_WINDOW_SECS = 0.4
+_SETTLE_SECS = 8.0
+_HARDLY_FASTER = 1.05
 # Of a turn: where a call has many steps, news of its end may be late, and that of one or two calls would not say how
 # long they take.
 _FEWEST_NEWS = 8
@@ -142,7 +145,7 @@ class Contender:
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
             for process in reversed(self._processes()):
                 process.resume()
-            time.sleep(_SETTLE_SECS)
+            self._settle()
             turn = self._window(secs)
             self.pause()
             if self._process.poll() is None:
@@ -174,6 +177,14 @@ class Contender:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self.entry.key} did not prepare its calls:\n{self.log_tail()}")
             time.sleep(0.1)
+
+    def _settle(self) -> None:
+        """Lets it train until it no longer becomes faster."""
+        deadline, rates = time.monotonic() + _SETTLE_SECS, [0.0, 0.0]
+        while time.monotonic() < deadline and self._process.poll() is None:
+            rates.append(self._window(_SETTLE_WINDOW_SECS).steps_per_sec)
+            if max(rates[-2:]) <= _HARDLY_FASTER * max(rates[:-2]):
+                break
 
     def _window(self, secs: float) -> Turn:
         # What is in flight is not of this window.
