@@ -19,8 +19,8 @@ _SECS_PER_WORKER = GROWTH * 0.0025
 _AUTO_FIRST_SECS = 0.1
 #: Tasks prepare their parts of a function in about the time in which it was traced.
 _SECS_PER_TRACED = 2.0
-#: Of the time in which a first step is traced, and prepared; the rest is taken once.
-_SHARE_OF_STEP = 0.25
+#: Of the time in which a first step is traced, and prepared; the rest is taken once. What steps share is not in it.
+_SHARE_OF_STEP, _SHARE_BESIDE_SHARED_STEP = 0.25, 0.5
 
 
 class CallSizer:
@@ -38,13 +38,11 @@ class CallSizer:
         steps_per_call: a fixed number of steps, or None for `auto`.
         num_workers: workers that share the steps.
         last_step: the global step that training is to end at; None if nobody knows.
-
-    Attributes:
-        trace_secs: what tracing calls took, by their number of steps; see `Calls`.
     """
 
     def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
-        self.trace_secs: Mapping[int, float] = {}
+        self._trace_secs: Mapping[int, float] = {}
+        self._share_of_step = _SHARE_OF_STEP
         self._fixed = steps_per_call
         self.num_workers = num_workers
         self._last_step = last_step
@@ -72,6 +70,11 @@ class CallSizer:
     @property
     def _steps_left(self) -> int:
         return self._trained_steps if self._last_step is None else self._last_step - self._step
+
+    def go_by(self, trace_secs: Mapping[int, float], *, shares_step: bool) -> None:
+        """Estimates what preparing calls takes by the times of traces, present and future; see `Calls`."""
+        self._trace_secs = trace_secs
+        self._share_of_step = _SHARE_BESIDE_SHARED_STEP if shares_step else _SHARE_OF_STEP
 
     def begin_at(self, step: int) -> None:
         self._step = step
@@ -154,7 +157,7 @@ class CallSizer:
     def _cost_of(self, size: int) -> float:
         """The seconds that preparing calls of another size takes."""
         present = self.steps_per_call
-        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self.trace_secs.get(present, math.inf))
+        of_steps = min(self._cost_secs, _SECS_PER_TRACED * self._trace_secs.get(present, math.inf))
         if present == 1:
-            of_steps *= _SHARE_OF_STEP
+            of_steps *= self._share_of_step
         return self._cost_secs + of_steps * (size / present - 1)

@@ -35,7 +35,7 @@ class Calls(abc.ABC):
     """Calls of a given number of steps, each traced when it is first needed.
 
     Attributes:
-        trace_secs: what tracing took, by the number of steps.
+        trace_secs: what tracing took, by the number of steps; without that of a step that calls share.
     """
 
     trace_secs: dict[int, float] = field(default_factory=dict, init=False)
@@ -46,13 +46,28 @@ class Calls(abc.ABC):
 
     def function(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
         if num_steps not in self._functions:
-            began = time.perf_counter()
+            began, shared_secs = time.perf_counter(), self._shared_secs
             self._functions[num_steps] = self._trace(num_steps)
-            self.trace_secs[num_steps] = time.perf_counter() - began
+            self.trace_secs[num_steps] = time.perf_counter() - began - (self._shared_secs - shared_secs)
         return self._functions[num_steps]
 
     @abc.abstractmethod
     def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction: ...
+
+    @property
+    @abc.abstractmethod
+    def _worker_step(self) -> WorkerStep | None:
+        """The function that the steps of longer calls run; None if they cannot."""
+
+    @property
+    def shares_step(self) -> bool:
+        """True if the steps of longer calls are one function. Then a call that fails may say no more than that it was
+        cancelled, whatever its error is."""
+        return self._worker_step is not None
+
+    @property
+    def _shared_secs(self) -> float:
+        return 0.0 if self._worker_step is None else self._worker_step.trace_secs
 
 
 @dataclass(eq=False)
@@ -75,21 +90,14 @@ class UnrolledCalls(Calls):
         self.logs = CallLogs(self.replica_step)
 
     def _trace(self, num_steps: int) -> tf.types.experimental.ConcreteFunction:
-        compute = own_step(self.replica_step, self.store, self.local_steps)
-
         def call(iterator: Any) -> tf.Tensor:
-            # A step alone reports its own error, see `WorkerStep`.
-            if num_steps > 1 and self._worker_step is not None:
+            if self._worker_step is not None:
                 return self._run_worker_steps(self._worker_step, num_steps, iterator)
+            compute = own_step(self.replica_step, self.store, self.local_steps)
             replica = Replica(self.store, iterator, compute)
             return run_steps([replica], num_steps, self.logs, num_ahead=self.num_ahead)[0]
 
         return function_for_tasks(call, self.iterator_spec)
-
-    @property
-    def may_hide_errors(self) -> bool:
-        """True if a call of several steps may say no more than that it was cancelled, whatever its error was."""
-        return self._worker_step is not None
 
     @cached_property
     def _worker_step(self) -> WorkerStep | None:
@@ -116,7 +124,8 @@ class UnrolledCalls(Calls):
 
         for _ in range(num_steps):
             gathered = self.store.gather()
-            messages, _, row = step(gathered, *next_of(iterator))
+            # A step alone reports its own error, see `WorkerStep`.
+            messages, _, row = step(gathered, *next_of(iterator), unrolled=num_steps == 1)
             rows.append([row])
             computed.append((gathered, messages))
             if len(computed) > self.num_ahead:

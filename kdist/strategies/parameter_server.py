@@ -126,7 +126,7 @@ class ParameterServer(ServersStrategy):
     def _make_calls(self, prefetch: int) -> None:
         replica_step, spec = self._prepared.replica_step, iterator_spec(self._make_dataset)
         self._calls = UnrolledCalls(replica_step, self._store, spec, self.batches_per_step, prefetch)
-        self._sizer.trace_secs = self._calls.trace_secs
+        self._sizer.go_by(self._calls.trace_secs, shares_step=self._calls.shares_step)
         self._num_prepared.clear()
 
     def _observe(self, num_steps: int, secs: float) -> None:
@@ -221,7 +221,7 @@ class ParameterServer(ServersStrategy):
     def _call_of(self, size: int) -> Callable[[int], np.ndarray]:
         """The call of so many steps; of the present splits, one that may end before has calls of other sizes, too."""
         several = self._traced(self._calls, size)
-        needs_single = self._splits is not None or self._calls.may_hide_errors
+        needs_single = self._splits is not None or self._calls.shares_step
         sizes = {
             n: self._calls.function(n) for n in range(1, size) if self._calls.traced(n) or (needs_single and n == 1)
         }

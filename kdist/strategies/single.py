@@ -32,7 +32,7 @@ class Single(StoreStrategy):
         self._make_dataset = self._prepared.trace_dataset()
         self._calls = UnrolledCalls(self._prepared.replica_step, self._store, iterator_spec(self._make_dataset))
         self._sizer = self._prepared.sizer()
-        self._sizer.trace_secs = self._calls.trace_secs
+        self._sizer.go_by(self._calls.trace_secs, shares_step=self._calls.shares_step)
 
     def _next_logs(self, may_begin: int, interrupted: Callable[[], bool]) -> StepLogs | None:
         if interrupted():

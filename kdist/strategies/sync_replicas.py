@@ -238,7 +238,7 @@ class SyncReplicas(ServersStrategy):
                 iterator_spec(self._make_dataset),
                 {worker: self._share(worker) for worker in workers},
             )
-            self._sizer.trace_secs = self._lockstep.trace_secs
+            self._sizer.go_by(self._lockstep.trace_secs, shares_step=self._lockstep.shares_step)
         self._num_lost_before = coordinator.num_lost
         if (splits := self._splits) is not None:
             whole = min((splits.batches_left(w) or 0) // self._share(w) for w in workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,9 @@ class WorkerStep:
     Args:
         compute: the step between a pull and a push; it has one phase.
         pack: its output, the values it began with -> the messages that travel to the servers.
+
+    Attributes:
+        trace_secs: what tracing the step has taken so far.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class WorkerStep:
         compute: Compute,
         pack: Callable[[ReplicaOutput, Pulled], list[Message]],
     ) -> None:
+        self.trace_secs = 0.0
         self._store = store
         self._logs = logs
         self._compute = compute
@@ -128,38 +133,54 @@ class WorkerStep:
         self._layouts: list[Layout] = []
 
     def __call__(
-        self, gathered: Gathered, batch: Any, seeds: tf.Tensor, before: list[tf.Tensor] | None = None
+        self,
+        gathered: Gathered,
+        batch: Any,
+        seeds: tf.Tensor,
+        before: list[tf.Tensor] | None = None,
+        *,
+        unrolled: bool = False,
     ) -> tuple[list[Message], list[tf.Tensor], tf.Tensor]:
         """Runs the step on gathered values, on the device of the caller.
 
         Args:
             before: the number of examples and the metrics to add to; None at first.
+            unrolled: whether its operations are those of the call, which then reports their errors.
 
         Returns:
             The messages, the number of examples and the metrics after it, and both as a row for `CallLogs.pack`.
         """
-        # Not constants: TensorFlow would make another function for each call of one.
         given = [] if before is None else before
-        arguments = [[tf.identity(tensor) for tensor, _ in gathered.fused], given, batch, seeds]
-        if bool(given) not in self._functions:
-            self._functions[bool(given)] = self._trace(gathered, arguments)
-        packed, after, row = self._functions[bool(given)](*arguments)
+        if unrolled:
+            packed, after, row = self._traced(gathered, given, batch, seeds)
+        else:
+            # Not constants: TensorFlow would make another function for each call of one.
+            arguments = [[tf.identity(tensor) for tensor, _ in gathered.fused], given, batch, seeds]
+            if bool(given) not in self._functions:
+                self._functions[bool(given)] = self._function(gathered, arguments)
+            packed, after, row = self._functions[bool(given)](*arguments)
         return list(zip(packed, self._layouts)), after, row
 
-    def _trace(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
+    def _function(self, gathered: Gathered, arguments: list[Any]) -> Callable[..., Any]:
         def step(values: list[tf.Tensor], before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
             arrived = [(value, layout) for value, (_, layout) in zip(values, gathered.fused)]
             # The step does not need the time: otherwise it would not be self-contained.
-            pulled = self._store.pull(Gathered({}, arrived, tf.zeros([], tf.int64)))
-            num_before, *metrics = before or [tf.constant(0), *self._logs.initial_metrics()]
-            output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
-            after = [num_before + output.num_examples, *output.metrics]
-            messages = self._pack(output, pulled)
-            self._layouts = [layout for _, layout in messages]
-            return [tensor for tensor, _ in messages], after, self._logs.fuse(after)
+            return self._traced(Gathered({}, arrived, tf.zeros([], tf.int64)), before, batch, seeds)
 
         specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
         # Of no task: each runs it on its own device.
         with tf.device(None):
             function: Callable[..., Any] = function_of_its_own(step).get_concrete_function(*specs)
         return function
+
+    def _traced(self, gathered: Gathered, before: list[tf.Tensor], batch: Any, seeds: tf.Tensor) -> Any:
+        began = time.perf_counter()
+        pulled = self._store.pull(gathered)
+        num_before, *metrics = before or [tf.constant(0), *self._logs.initial_metrics()]
+        output = next(self._compute(pulled, lambda: (batch, seeds), metrics))
+        after = [num_before + output.num_examples, *output.metrics]
+        messages = self._pack(output, pulled)
+        self._layouts = [layout for _, layout in messages]
+        result = [tensor for tensor, _ in messages], after, self._logs.fuse(after)
+        self.trace_secs += time.perf_counter() - began
+        return result

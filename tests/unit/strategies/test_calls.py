@@ -101,10 +101,14 @@ def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, si
     assert sizer.steps_per_call == size
 
 
-@pytest.mark.parametrize(("trace_secs", "size"), [(0.5, 4), (8.0, 1)])
-def test_auto_scales_only_the_part_of_the_cost_that_depends_on_the_steps(trace_secs: float, size: int) -> None:
+@pytest.mark.parametrize(
+    ("trace_secs", "shares_step", "size"), [(0.5, False, 4), (2.0, False, 4), (2.0, True, 1), (8.0, False, 1)]
+)
+def test_auto_scales_only_the_part_of_the_cost_that_depends_on_the_steps(
+    trace_secs: float, shares_step: bool, size: int
+) -> None:
     sizer = CallSizer(None, num_workers=1, last_step=100_000)
-    sizer.trace_secs = {1: trace_secs}
+    sizer.go_by({1: trace_secs}, shares_step=shares_step)
     # Most of what a first call costs on a busy machine is the same for four steps.
     sizer.observe(1, 6.0, warming_up=True)
     trained(sizer, 0.1, rate=100)
@@ -116,7 +120,7 @@ def test_auto_leaves_single_steps_at_once_if_what_is_left_takes_as_long_as_two_m
     last_step: int, size: int
 ) -> None:
     sizer = CallSizer(None, num_workers=1, last_step=last_step)
-    sizer.trace_secs = {1: 1.0}
+    sizer.go_by({1: 1.0}, shares_step=False)
     # 2 + 3 * 0.5 s for four steps, and 2 + 15 * 0.5 s for 16.
     sizer.observe(16, 2.0, warming_up=True)
     trained(sizer, 0.1, rate=100)

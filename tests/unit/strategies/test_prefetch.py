@@ -108,7 +108,7 @@ def searched(
         size, prefetch = search.steps_per_call, search.prefetch
         if [(size, prefetch)] != used[-1:]:
             used.append((size, prefetch))
-            search.trace_secs = {size: size * cost_secs / 2}
+            search.go_by({size: size * cost_secs / 2}, shares_step=False)
             search.observe(2 * size, size * cost_secs, warming_up=True)
         if search.why and not for_ever:
             break
