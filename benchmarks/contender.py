@@ -25,11 +25,12 @@ _WARM_UP_SECS = 0.5
 # After a rest a contender is slower, some for seconds: caches are cold, and the kernel may have taken pages of the
 # program. It has settled when the last two windows of so many seconds are hardly faster than the fastest before.
 _SETTLE_WINDOW_SECS = 0.4
-_SETTLE_SECS = 8.0
+_SETTLE_SECS = 4.0
 _HARDLY_FASTER = 1.05
-# Of a turn: where a call has many steps, news of its end may be late, and that of one or two calls would not say how
+# Of a window: where a call has many steps, news of its end may be late, and that of one or two calls would not say how
 # long they take.
 _FEWEST_NEWS = 8
+_FEWEST_NEWS_TO_SETTLE = 3
 # Of each of two ways to spread tasks over cores.
 _TRIAL_SECS = 0.6
 
@@ -182,16 +183,16 @@ class Contender:
         """Lets it train until it no longer becomes faster."""
         deadline, rates = time.monotonic() + _SETTLE_SECS, [0.0, 0.0]
         while time.monotonic() < deadline and self._process.poll() is None:
-            rates.append(self._window(_SETTLE_WINDOW_SECS).steps_per_sec)
+            rates.append(self._window(_SETTLE_WINDOW_SECS, _FEWEST_NEWS_TO_SETTLE).steps_per_sec)
             if max(rates[-2:]) <= _HARDLY_FASTER * max(rates[:-2]):
                 break
 
-    def _window(self, secs: float) -> Turn:
+    def _window(self, secs: float, fewest_news: int = _FEWEST_NEWS) -> Turn:
         # What is in flight is not of this window.
         steps, at = self._next_progress()
         cpu, received = self._cpu_secs(), self._bytes()
         deadline, news, last = time.monotonic() + secs, 0, (steps, at)
-        while (now := self._progress())[1] < deadline or news < _FEWEST_NEWS:
+        while (now := self._progress())[1] < deadline or news < fewest_news:
             if time.monotonic() > deadline + 10 * secs:
                 break
             news, last = news + (now != last), now

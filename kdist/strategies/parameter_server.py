@@ -219,22 +219,19 @@ class ParameterServer(ServersStrategy):
         return super().at_rest(function, kind, traces=traces, of_files=of_files)
 
     def _call_of(self, size: int) -> Callable[[int], np.ndarray]:
-        """The call of so many steps; of the present splits, one that may end before has calls of other sizes, too."""
-        several = self._traced(self._calls, size)
+        """The call of so many steps, with smaller ones for splits that end before, and for what follows an error."""
+        self._traced(self._calls, size)
         needs_single = self._splits is not None or self._calls.shares_step
-        sizes = {
-            n: self._calls.function(n) for n in range(1, size) if self._calls.traced(n) or (needs_single and n == 1)
-        }
-        calls = {n: partial(_fetched, function) for n, function in (sizes | {size: several}).items()}
+        sizes = [n for n in range(1, size + 1) if self._calls.traced(n) or (needs_single and n == 1)]
+        calls = {n: partial(_fetched, self._calls.function(n)) for n in sizes}
 
         def call(worker: int) -> np.ndarray:
             if self._running().interrupted():
                 # The time that a signal leaves is for the calls that had begun.
                 raise NothingToRead
-            is_cautious = worker in self._cancelled and 1 in calls
-            chosen = {1: calls[1]} if is_cautious else calls
+            allowed = {1: calls[1]} if worker in self._cancelled and 1 in calls else calls
             try:
-                rows = self._iterators.read_steps(worker, self._splits, chosen, size)
+                rows = self._iterators.read_steps(worker, self._splits, allowed, size)
             except tf.errors.CancelledError:
                 self._cancelled.add(worker)
                 raise
