@@ -96,14 +96,13 @@ def summary(contender: Contender, turns: list[Turn]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--turn-secs", type=float, default=1.0, help="seconds of a turn")
     parser.add_argument(
         "--only", nargs="*", help="workloads, or criteo, scaling, slow_worker, hooks, accuracy, steps_per_call"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for results")
     options = parser.parse_args()
-    rounds = 3 if options.quick else options.rounds
     started = time.monotonic()
     record: dict[str, Any] = {
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()},
@@ -130,7 +129,7 @@ def main() -> None:
         turn_secs = options.turn_secs * _LONGER_TURNS.get(entries[0].task.workload, 1.0)
         if name.startswith("steps_per_call"):
             turn_secs *= 4
-        record["results"] |= race(entries, rounds=rounds, turn_secs=turn_secs)
+        record["results"] |= race(entries, rounds=options.rounds, turn_secs=turn_secs)
         write()
     if not options.only or "hooks" in options.only:
         begin("hooks")
