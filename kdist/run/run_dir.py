@@ -77,7 +77,7 @@ class RunDir:
 
         Raises `ConfigError` if the storage fails, or a process on this machine has the same name as `reader`.
         """
-        with (self._given or self.folder).open_for(reader) as folder:
+        with self._as_it_is.open_for(reader) as folder:
             yield RunDir(folder, self._name)
 
     @cached_property
@@ -87,6 +87,11 @@ class RunDir:
             return Folder(make_new(Path("runs") / self._name / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")))
         self._given.make()
         return self._given
+
+    @property
+    def _as_it_is(self) -> Folder:
+        """For reading only: a given folder that is missing is not created."""
+        return self._given or self.folder
 
     @property
     def path(self) -> Path:
@@ -202,10 +207,10 @@ class RunDir:
 
     def result_written_at(self) -> float | None:
         """The time when `result.json` was written, in seconds since the epoch by the clock there; None without one."""
-        return self.folder.modified("result.json")
+        return self._as_it_is.modified("result.json")
 
     def read_result(self) -> dict[str, Any]:
-        return record_in(self.folder.read("result.json"), f"{self}/result.json")
+        return record_in(self._as_it_is.read("result.json"), f"{self._as_it_is}/result.json")
 
     def write_result(self, result: Result) -> None:
         """Writes `result.json`; raises `KdistError` if that fails, but only warns if the run has failed, too."""

@@ -35,6 +35,12 @@ def test_a_run_dir_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     assert mode_of(tmp_path) == 0o755
 
 
+def test_who_only_reads_makes_no_run_dir(run_dir: Path) -> None:
+    run = RunDir(run_dir, "name")
+    assert (run.result_written_at(), run.read_result()) == (None, {})
+    assert not run_dir.exists()
+
+
 def test_the_record_of_a_newer_version_is_refused(run_dir: Path) -> None:
     folder = RunDir(run_dir, "mine")
     folder.write_result(Result("done", 7))
