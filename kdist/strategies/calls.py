@@ -229,6 +229,8 @@ class WorkerIterators:
         self.num_read: Counter[int] = Counter()
         #: The number of the split that it reads, see `Splits.num_given`.
         self._splits_read: Counter[int] = Counter()
+        #: Workers whose last call was cancelled, which may be all that is left of the error of a step.
+        self.cancelled: set[int] = set()
 
     def of(self, worker: int, splits: Splits | None = None) -> Any:
         if worker not in self._iterators:
@@ -252,11 +254,14 @@ class WorkerIterators:
                 batches.
         """
         try:
-            return self._read(worker, splits, call, num_batches)
+            result = self._read(worker, splits, call, num_batches)
         except tf.errors.CancelledError:
             # It has read more than counts, and perhaps what it cannot read.
             self.forget(worker)
+            self.cancelled.add(worker)
             raise
+        self.cancelled.discard(worker)
+        return result
 
     def _read(self, worker: int, splits: Splits | None, call: Callable[[Any], T], num_batches: int) -> T:
         if splits is None:

@@ -60,9 +60,6 @@ class ParameterServer(ServersStrategy):
         self._first_step: int | None = None
         #: Workers without calls, because there was no split for them.
         self._idle: set[int] = set()
-        #: Workers whose last call was cancelled. That may be all that is left of the error of a step, so they take
-        #: calls of one step, which report their own.
-        self._cancelled: set[int] = set()
         #: The losses of workers that the counters of the servers account for.
         self._aligned_after = 0
         #: The calls of each size in flight, and the finished ones since they were last traced; the steps of all that
@@ -229,14 +226,9 @@ class ParameterServer(ServersStrategy):
             if self._running().interrupted():
                 # The time that a signal leaves is for the calls that had begun.
                 raise NothingToRead
-            allowed = {1: calls[1]} if worker in self._cancelled and 1 in calls else calls
-            try:
-                rows = self._iterators.read_steps(worker, self._splits, allowed, size)
-            except tf.errors.CancelledError:
-                self._cancelled.add(worker)
-                raise
-            self._cancelled.discard(worker)
-            return rows
+            # A call of one step reports its own error.
+            allowed = {1: calls[1]} if worker in self._iterators.cancelled and 1 in calls else calls
+            return self._iterators.read_steps(worker, self._splits, allowed, size)
 
         return call
 
@@ -244,11 +236,10 @@ class ParameterServer(ServersStrategy):
         if self._splits is not None:
             # More calls may have ended than this process has noticed; no two batches may have the same seeds.
             return (self._first_step or 0) + self._splits.num_batches(worker)
-        if worker in self._cancelled and worker in self._first_batches:
+        if worker in self._iterators.cancelled and worker in self._first_batches:
             # It continues where its call had begun.
-            num_read = self._first_batches[worker] + self._iterators.num_read[worker]
-            count = self._prepared.spec.count
-            return count.begin + num_read * self._prepared.num_workers // self.batches_per_step
+            steps = self._first_batches[worker] // self.batches_per_step + self._iterators.num_read[worker]
+            return self._prepared.spec.count.begin + steps * self._prepared.num_workers
         # A worker that returns continues to read where training is.
         return self._num_applied
 
