@@ -123,7 +123,11 @@ def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -
                 names[int(entry.name)], parents[int(entry.name)] = process_name(int(entry.name)), int(parent)
         except (OSError, ValueError):
             continue
-    found = [pid for pid, name in names.items() if name == FORK_SERVER or _TASK.fullmatch(name)]
+    # A child has the name of its parent until it executes a program, as the filter of TensorFlow's messages does, or
+    # takes its own, as a task does.
+    unnamed = {pid for pid, parent in parents.items() if names[pid] == FORK_SERVER == names.get(parent)}
+    named = {pid: name for pid, name in names.items() if pid not in unnamed}
+    found = [pid for pid, name in named.items() if name == FORK_SERVER or _TASK.fullmatch(name)]
     if under is None:
         return found
     servers = {pid for pid in found if names[pid] == FORK_SERVER and parents[pid] == under}
