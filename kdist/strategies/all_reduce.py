@@ -22,7 +22,7 @@ from kdist.data.epoch_lengths import EpochCount, EpochLengths
 from kdist.data.shares import DealtShares, Shares
 from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
-from kdist.model.updates import ReplicaOutput, RunningStep
+from kdist.model.updates import ReplicaOutput
 from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rule_of, weighted
 from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
 from kdist.strategies.base import TrainingSpec
@@ -30,7 +30,7 @@ from kdist.strategies.call_logs import CallLogs, StepLogs
 from kdist.strategies.calls import Replica, run_steps
 from kdist.strategies.on_store import StoreStrategy, StoreValues
 from kdist.strategies.prepared_training import PreparedTraining, no_batch, prepare
-from kdist.strategies.worker_step import NextBatch
+from kdist.strategies.worker_step import shared_step
 
 
 class AllReduce(StoreStrategy):
@@ -133,10 +133,7 @@ class AllReduce(StoreStrategy):
     def _function(self, num_steps: int) -> Callable[..., tf.Tensor]:
         """The call of `num_steps` steps: iterators of this process -> all replicas' logs, float64 `[replicas, ...]`."""
         if num_steps not in self._functions:
-            replica_step = self._prepared.replica_step
-
-            def compute(pulled: Pulled, next_batch: NextBatch, metrics: list[tf.Tensor]) -> RunningStep:
-                return self._store.run_step(replica_step, pulled, *next_batch(), metrics)
+            compute = shared_step(self._prepared.replica_step, self._store)
 
             def call(iterators: list[Any]) -> tf.Tensor:
                 devices = self._distribution.extended.worker_devices

@@ -6,7 +6,7 @@ from __future__ import annotations
 import abc
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -22,12 +22,14 @@ from kdist.data.splits import NothingToRead, Splits
 from kdist.dispatch.coordinator import Coordinator, may_be_lost
 from kdist.model.replica_step import ReplicaStep
 from kdist.model.updates import ReplicaOutput
-from kdist.parameters.placement.messages import BlockUpdates, Gathered, Message, Pulled
+from kdist.parameters.placement.messages import BlockUpdates, Message, Pulled
 from kdist.parameters.store import ParameterStore
 from kdist.strategies.call_logs import CallLogs
 from kdist.strategies.worker_step import Compute, WorkerStep, own_step
 
 T = TypeVar("T")
+#: Applies what a step has computed.
+_Push = Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -113,28 +115,21 @@ class UnrolledCalls(Calls):
 
     def _run_worker_steps(self, step: WorkerStep, num_steps: int, iterator: Any) -> tf.Tensor:
         """As `run_steps`, with the same function for each step."""
-        rows: list[list[tf.Tensor]] = []
-        staleness: list[tf.Tensor] = []
-        computed: deque[tuple[Gathered, list[Message]]] = deque()
+        logged = _ReplicaLogs(self.store)
 
-        def push(gathered: Gathered, messages: list[Message]) -> None:
-            number = self.store.push_packed(messages)
-            with tf.device(self.store.devices[0]):
-                staleness.append(number - 1 - gathered.global_step)
+        def push(messages: list[Message], begun_at: tf.Tensor) -> None:
+            logged.pushed(self.store.push_packed(messages), begun_at)
 
-        for _ in range(num_steps):
-            gathered = self.store.gather()
-            # A step alone reports its own error, see `WorkerStep`.
-            messages, _, row = step(gathered, *next_of(iterator), unrolled=num_steps == 1)
-            rows.append([row])
-            computed.append((gathered, messages))
-            if len(computed) > self.num_ahead:
-                push(*computed.popleft())
-        for late in computed:
-            push(*late)
-        with tf.device(self.store.devices[0]):
-            of_steps = tf.stack(staleness)
-        return self.logs.pack(of_steps, rows)
+        def computed() -> Iterator[_Push]:
+            for _ in range(num_steps):
+                gathered = self.store.gather()
+                # A step alone reports its own error, see `WorkerStep`.
+                messages, _, row = step(gathered, *next_of(iterator), unrolled=num_steps == 1)
+                logged.rows.append([row])
+                yield partial(push, messages, gathered.global_step)
+
+        _push_in_order(computed(), self.num_ahead)
+        return logged.packed()
 
 
 @dataclass(frozen=True)
@@ -172,10 +167,7 @@ def run_steps(
     Returns:
         The packed logs of each replica, see `CallLogs.pack`.
     """
-    rows: list[list[list[Any]]] = [[] for _ in replicas]
-    staleness: list[list[tf.Tensor]] = [[] for _ in replicas]
-    # A server works in the order of the trace: a pull that is traced before a push does not wait for it.
-    computed: deque[tuple[list[Pulled], list[ReplicaOutput]]] = deque()
+    logged = [_ReplicaLogs(replica.store, replica.device) for replica in replicas]
 
     def push(pulled: list[Pulled], outputs: list[ReplicaOutput]) -> None:
         changes = None if exchange is None else exchange(outputs, pulled)
@@ -186,37 +178,62 @@ def run_steps(
                 else:
                     step = replica.store.apply(changes[i], output.phase)
             if output.phase == 0:
-                # Both steps are on the first server, and their difference stays there until the end of the call: a
-                # tensor that travels in every step costs more than the arithmetic of a small model.
-                with tf.device(replica.store.devices[0] or None):
-                    staleness[i].append(step - 1 - pulled[i].global_step)
+                logged[i].pushed(step, pulled[i].global_step)
 
-    for _ in range(num_steps):
-        pulled, running = [], []
-        for replica in replicas:
-            with tf.device(replica.device or None):
-                pulled.append(replica.store.pull())
-                running.append(replica.compute(pulled[-1], replica.next_batch, logs.initial_metrics()))
-        for phase in range(replicas[0].store.updates.num_phases):
-            outputs = []
-            for i, replica in enumerate(replicas):
+    def computed() -> Iterator[_Push]:
+        for _ in range(num_steps):
+            pulled, running = [], []
+            for replica in replicas:
                 with tf.device(replica.device or None):
-                    fresh: Any = replica.store.pull_again(phase) if phase else None
-                    outputs.append(running[i].send(fresh))
-            computed.append((pulled, outputs))
-            if len(computed) > num_ahead:
-                push(*computed.popleft())
-        for i, output in enumerate(outputs):
-            rows[i].append([output.num_examples, *output.metrics])
-    for late in computed:
-        push(*late)
-    packed = []
-    for i, replica in enumerate(replicas):
-        with tf.device(replica.store.devices[0] or None):
-            of_steps = tf.stack(staleness[i])
-        with tf.device(replica.device or None):
-            packed.append(logs.pack(of_steps, rows[i]))
-    return packed
+                    pulled.append(replica.store.pull())
+                    running.append(replica.compute(pulled[-1], replica.next_batch, logs.initial_metrics()))
+            for phase in range(replicas[0].store.updates.num_phases):
+                outputs = []
+                for i, replica in enumerate(replicas):
+                    with tf.device(replica.device or None):
+                        fresh: Any = replica.store.pull_again(phase) if phase else None
+                        outputs.append(running[i].send(fresh))
+                yield partial(push, pulled, outputs)
+            for of_replica, output in zip(logged, outputs):
+                of_replica.rows.append([output.num_examples, *output.metrics])
+
+    _push_in_order(computed(), num_ahead)
+    return [of_replica.packed() for of_replica in logged]
+
+
+def _push_in_order(computed: Iterable[_Push], num_ahead: int) -> None:
+    """Traces the pushes that steps yield, each after `num_ahead` later steps have pulled and computed."""
+    waiting: deque[_Push] = deque()
+    # A server works in the order of the trace: a pull that is traced before a push does not wait for it.
+    for push in computed:
+        waiting.append(push)
+        if len(waiting) > num_ahead:
+            waiting.popleft()()
+    for push in waiting:
+        push()
+
+
+class _ReplicaLogs:
+    """The logs of the steps of a replica, while a call is traced. Args: see `Replica`."""
+
+    def __init__(self, store: ParameterStore, device: str = "") -> None:
+        #: Of each step, see `CallLogs.pack`.
+        self.rows: list[list[Any]] = []
+        self._staleness: list[tf.Tensor] = []
+        self._server, self._device = store.devices[0] or None, device or None
+
+    def pushed(self, step: tf.Tensor, begun_at: tf.Tensor) -> None:
+        """Notes the global step after a push, and the one that was pulled."""
+        # Both are on the first server, and their difference stays there until the end of the call: a tensor that
+        # travels in every step costs more than the arithmetic of a small model.
+        with tf.device(self._server):
+            self._staleness.append(step - 1 - begun_at)
+
+    def packed(self) -> tf.Tensor:
+        with tf.device(self._server):
+            staleness = tf.stack(self._staleness)
+        with tf.device(self._device):
+            return CallLogs.pack(staleness, self.rows)
 
 
 class WorkerIterators:

@@ -280,6 +280,43 @@ def test_a_call_that_only_says_that_it_was_cancelled_is_asked_again_for_the_reas
     assert num_cancelled == 1
 
 
+@pytest.mark.parametrize("local_steps", [1, 2])
+def test_what_a_cancelled_call_has_read_is_read_again(
+    local_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = parameter_server._fetched
+    x, y = toy_data(96)
+
+    def trained(name: str) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        trainer = kdist.Trainer(
+            lambda: models.mlp(keras.optimizers.SGD(0.1)),
+            "1ps1w",
+            run_dir=tmp_path / name,
+            steps_per_call=2,
+            local_steps=local_steps,
+        )
+        trainer.fit(x, y, batch_size=8, steps=20, shuffle=False, verbose=0)
+        weights: list[np.ndarray] = trainer.model.get_weights()
+        return weights
+
+    num_calls = 0
+
+    def fetched_or_cancelled(function: Any, iterator: Any) -> np.ndarray:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            next(iterator)
+            raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled")
+        return fetched(function, iterator)
+
+    expected = trained("undisturbed")
+    monkeypatch.setattr(parameter_server, "_fetched", fetched_or_cancelled)
+    for found, wanted in zip(trained("cancelled"), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert num_calls > 4
+
+
 def test_an_optimizer_that_cannot_be_shared_is_refused(run_dir: Path) -> None:
     class Counting(keras.optimizers.SGD):
         def build(self, variables: list[keras.Variable]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,22 @@ def test_in_an_asynchronous_step_one_tensor_travels_each_way(options: dict[str, 
         assert len(_crossing(graph, "worker", tf.int64)) == 1
 
 
-@pytest.mark.parametrize(("strategy", "num_callers"), [("parameter_server", 1), ("sync_replicas", 2)])
-def test_a_step_is_one_function_of_all_steps_and_workers(strategy: str, num_callers: int, run_dir: Path) -> None:
+# A call of one step of `parameter_server` reports the error of its operations, which are its own.
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "num_callers"), [("parameter_server", (2, 4), 1), ("sync_replicas", (1, 2, 4), 2)]
+)
+def test_a_step_is_one_function_of_all_steps_and_workers(
+    strategy: str, sizes: Sequence[int], num_callers: int, run_dir: Path
+) -> None:
     x, y = toy_data()
     trainer = kdist.Trainer(models.mlp, "1ps2w", strategy, run_dir=run_dir, steps_per_call=4)
     with trainer.session(x, y, batch_size=8, steps=9, verbose=0) as session:
         session.run()
         in_use: Any = session.strategy
         calls = in_use._calls if strategy == "parameter_server" else in_use._lockstep
-        graphs = [calls.function(num_steps).graph for num_steps in (2, 4)]
+        graphs = [calls.function(num_steps).graph for num_steps in sizes]
     steps = [op for graph in graphs for op in graph.get_operations() if op.type == "PartitionedCall"]
-    assert len(steps) == (2 + 4) * num_callers
+    assert len(steps) == sum(sizes) * num_callers
     assert len({op.get_attr("f").name for op in steps}) == 1
     # With a constant among its inputs, TensorFlow makes another function of each of these calls, and prepares them all.
     assert not [tensor for op in steps for tensor in op.inputs if tensor.op.type == "Const"]
