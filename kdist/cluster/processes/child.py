@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,8 @@ _FATAL = re.compile(
     "|Cannot allocate memory|Resource temporarily unavailable"
 )
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+#: Settings of glibc, and that of memory in huge pages, where the system gives it to those that ask (madvise).
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -202,7 +204,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     """Makes the environment of a task's process, which may use some `devices`."""
     # The same kdist as here, installed or not.
     paths = [str(Path(__file__).resolve().parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = with_huge_pages(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # TF_CONFIG would describe another cluster; GRPC_FAIL_FAST=false would turn the loss of a server into a hang.
     for name in ("TF_CONFIG", "GRPC_FAIL_FAST"):
         environment.pop(name, None)
@@ -214,6 +216,19 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
     if (visible := visible_devices(task, devices)) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     return environment
+
+
+def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
+    """Adds to an environment that glibc shall ask for huge pages, unless it says already whether to (2.35 and newer).
+
+    TensorFlow takes the memory of a tensor of more than 32 MB from the system in every step, and returns it. The system
+    clears it page by page, which can take as long as all that is computed. See "Memory Allocation Tunables" in glibc's
+    manual: a process has the setting from its start.
+    """
+    tunables = environment.get(_TUNABLES, "")
+    if _HUGE_PAGES not in tunables:
+        tunables = ":".join(filter(None, [tunables, f"{_HUGE_PAGES}=1"]))
+    return {**environment, _TUNABLES: tunables}
 
 
 def usable_cores() -> Sequence[int]:

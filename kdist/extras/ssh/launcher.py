@@ -14,7 +14,7 @@ from typing import Any
 
 from kdist import log
 from kdist.cluster.network.names import look_up
-from kdist.cluster.processes.child import how_it_ended
+from kdist.cluster.processes.child import how_it_ended, with_huge_pages
 from kdist.cluster.spec import Task
 from kdist.errors import ClusterError, ConfigError
 from kdist.extras.ssh.connection import (
@@ -124,7 +124,7 @@ def _start(
     joins = request.joined_chief
     listed = " | ".join(f"{host}: {' '.join(map(request.name_of, tasks[host]))}" for host in tasks)
     log.say(f"kdist.launch | {request.shape} | {f'join {joins} | ' if joins else ''}{listed}")
-    environment = variables_to_send(os.environ)
+    environment = with_huge_pages(variables_to_send(os.environ))
     command = (request.python, *request.command)
 
     def role(task: Task) -> tuple[tuple[str, ...], dict[str, str]]:

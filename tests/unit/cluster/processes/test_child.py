@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import wait_until
 
-from kdist.cluster.processes.child import end_children, log_tail, start_child
+from kdist.cluster.processes.child import end_children, log_tail, start_child, task_environment
+from kdist.cluster.spec import Task
 from kdist.errors import ClusterError
 
 PROGRAM = "import sys; print('for the log', file=sys.stderr); print('out', flush=True); sys.stdin.read(); sys.exit({})"
@@ -49,6 +50,23 @@ def test_the_reason_of_an_end_is_shown_where_a_stack_follows_it(fatal: str, tmp_
     assert log_tail(log) == "\n".join(expected)
     log.write_text("\n".join(["imports", fatal, *stack[:5]]))
     assert log_tail(log) == "\n".join([f"\n  log: {log} (last lines follow)", "imports", fatal, *stack[:5]])
+
+
+@pytest.mark.parametrize(
+    ("own", "of_task"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_tasks_have_large_tensors_in_huge_pages_unless_it_is_said_otherwise(
+    own: str | None, of_task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    assert task_environment(Task("ps", 0))["GLIBC_TUNABLES"] == of_task
 
 
 def test_a_system_without_room_for_a_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
