@@ -95,7 +95,7 @@ def summary(contender: Contender, turns: list[Turn]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one model, in less than 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="one model, in 5 to 8 minutes")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--turn-secs", type=float, default=1.0, help="seconds of a turn")
     parser.add_argument(

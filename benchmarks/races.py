@@ -161,15 +161,18 @@ GOALS = [
     *(Goal(_async(w), _async(w, "tf_keras fit"), r) for w, r in [("mlp", 5), ("deep", 12), ("cnn", 3)]),
     *(Goal(_async(w), _async(w, "one Keras process"), r) for w, r in [("deep", 0.7), ("cnn", 1)]),
     *(Goal(_async(w), _async(w, "TF1"), 1.5) for w in _TABLES),
-    *(Goal(_async(w), _async(w, "tf_keras fit"), 8) for w in _TABLES),
+    *(Goal(_async(w), _async(w, "tf_keras fit"), r) for w, r in zip(_TABLES, (8, 20))),
     Goal(_async("embedding_1M"), _async("embedding_10k"), 1 / 1.2),
-    *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 3), ("deep", 7), ("cnn", 2.4)]),
-    *(Goal(_criteo(how), _criteo(how, "TF1"), 2.2) for how in ("async", "sync")),
-    Goal(_criteo("async"), _criteo("async", "one PyTorch process"), 1.5),
+    *(Goal(_sync(w), _sync(w, "TF1"), r) for w, r in [("mlp", 3), ("deep", 9), ("cnn", 2.4)]),
+    *(Goal(_criteo(how), _criteo(how, "TF1"), r) for how, r in [("async", 2.2), ("sync", 2.5)]),
+    Goal(_criteo("async"), _criteo("async", "one PyTorch process"), 1.6),
     Goal(_async("wide"), _async("wide", "TF1"), 1.2),
-    *(Goal(_sync(w), _sync(w, "MultiWorkerMirrored"), 2.5) for w in ("mlp", "deep", "cnn")),
-    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "MultiWorkerMirrored"), 2.4) for w in ("mlp", "deep", "cnn")),
-    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "PyTorch DDP"), 1.5) for w in ("mlp", "deep", "cnn")),
+    *(Goal(_sync(w), _sync(w, "MultiWorkerMirrored"), r) for w, r in [("mlp", 3.2), ("deep", 2.8), ("cnn", 2.5)]),
+    *(
+        Goal(_sync(w, "kdist, 2w"), _sync(w, "MultiWorkerMirrored"), r)
+        for w, r in [("mlp", 3.7), ("deep", 2.8), ("cnn", 2.4)]
+    ),
+    *(Goal(_sync(w, "kdist, 2w"), _sync(w, "PyTorch DDP"), r) for w, r in [("mlp", 1.5), ("deep", 1.7), ("cnn", 1.5)]),
     *(Goal(f"{w}/adam/async/kdist", _async(w), 1 / 1.25) for w in _WITH_ADAM),
     *(
         Goal(_async("sleep", f"kdist, {n} workers"), _async("sleep", "kdist, 1 workers"), r)
