@@ -305,7 +305,8 @@ def test_what_a_cancelled_call_has_read_is_read_again(
     def fetched_or_cancelled(function: Any, iterator: Any) -> np.ndarray:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:
+        # The second time, its iterator has not begun with the data.
+        if num_calls in (3, 6):
             next(iterator)
             raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled")
         return fetched(function, iterator)
@@ -314,7 +315,7 @@ def test_what_a_cancelled_call_has_read_is_read_again(
     monkeypatch.setattr(parameter_server, "_fetched", fetched_or_cancelled)
     for found, wanted in zip(trained("cancelled"), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
-    assert num_calls > 4
+    assert num_calls > 6
 
 
 def test_an_optimizer_that_cannot_be_shared_is_refused(run_dir: Path) -> None:
