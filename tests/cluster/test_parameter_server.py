@@ -305,7 +305,7 @@ def test_what_a_cancelled_call_has_read_is_read_again(
     def fetched_or_cancelled(function: Any, iterator: Any) -> np.ndarray:
         nonlocal num_calls
         num_calls += 1
-        # The second time, its iterator has not begun with the data.
+        # At the second of them, the iterator is one that did not begin with the data.
         if num_calls in (3, 6):
             next(iterator)
             raise tf.errors.CancelledError(None, None, "RecvFromRemoteAsync is cancelled")

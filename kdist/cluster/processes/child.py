@@ -219,7 +219,7 @@ def task_environment(task: Task, devices: DevicesConfig | None = None) -> dict[s
 
 
 def with_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """Adds to an environment that glibc shall ask for huge pages, unless it says already whether to (2.35 and newer).
+    """Adds the setting by which glibc (2.35 and newer) asks for huge pages to an environment that does not have it.
 
     TensorFlow takes the memory of a tensor of more than 32 MB from the system in every step, and returns it. The system
     clears it page by page, which can take as long as all that is computed. See "Memory Allocation Tunables" in glibc's
