@@ -337,15 +337,37 @@ def test_hooks_by_the_clock_are_called_about_every_second() -> None:
     assert max(strategy.runs[1:]) <= 10
 
 
+def run_of(num_steps: int, secs: float) -> RunValues:
+    logs = StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals((0.0,)))
+    return RunValues(0, num_steps, secs, warming_up=False, steps=logs)
+
+
 def test_a_run_is_about_a_second_also_if_steps_end_together() -> None:
     """As those of hundreds of workers that began together do: a run of one step may take as long as one of many."""
     length = RunLength()
     for _ in range(10):
         for num_steps, secs in ((199, 0.01), (1, 1.99)):
-            logs = StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals((0.0,)))
-            length.observe(RunValues(0, num_steps, secs, warming_up=False, steps=logs))
+            length.observe(run_of(num_steps, secs))
     # They make 100 a second.
     assert 50 <= length.fewest([]) <= 200
+
+
+def test_runs_keep_their_length_after_the_machine_was_suspended() -> None:
+    length = RunLength()
+    for _ in range(50):
+        length.observe(run_of(50, 0.2))
+    length.observe(run_of(50, 3600.0))
+    assert length.fewest([]) >= 50
+
+
+def test_runs_become_shorter_when_steps_become_slower_for_good() -> None:
+    length = RunLength()
+    for _ in range(50):
+        length.observe(run_of(50, 0.2))
+    for _ in range(6):
+        num_steps = length.fewest([])
+        length.observe(run_of(num_steps, 0.5 * num_steps))
+    assert length.fewest([]) <= 4
 
 
 def test_as_many_steps_may_begin_as_all_workers_need() -> None:
