@@ -25,7 +25,7 @@ from benchmarks.contender import Contender, Entry, Turn
 from benchmarks.workloads import WORKLOADS
 
 # Where steps are slow a turn has to be long to hold some.
-_LONGER_TURNS = {"wide": 2.0, "sleep": 1.5, "criteo": 1.5, "criteo_sleep": 2.5}
+_LONGER_TURNS = {"wide": 2.0, "sleep": 6.0, "criteo": 1.5, "criteo_sleep": 2.5}
 _PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "numpy")
 
 

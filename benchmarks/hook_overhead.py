@@ -17,8 +17,8 @@ from benchmarks.preparation import Preparation
 from benchmarks.workloads import WORKLOADS, compiled_keras_model, dataset
 
 _WARM_UP_SECS = 180.0
-_TURN_SECS = 0.6
-_ROUNDS = 8
+_TURN_SECS = 1.5
+_ROUNDS = 16
 _TIMEOUT_SECS = 400
 
 
