@@ -136,7 +136,7 @@ class TrainSession:
         self._clock = clock
         self._saves = SaveState(checkpoints, self._has_saved)
         self._run_length = RunLength()
-        self._went_on_since: float | None = None
+        self._counted_until: float | None = None
         self._num_runs = 0
         #: True if a caller further out recovers from a failure of the cluster.
         self._is_recovering = False
@@ -347,10 +347,13 @@ class TrainSession:
 
     def _run_steps(self, num_steps: int, may_begin: int) -> RunValues | None:
         # While hooks ran, workers continued with steps that had been started: that time counts.
-        started = self._clock() if self._went_on_since is None else self._went_on_since
+        started = self._clock() if self._counted_until is None else self._counted_until
         logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
         ended = self._clock()
-        seconds, self._went_on_since = ended - started, None if self.strategy.is_idle else ended
+        if logs is not None and not self.strategy.warming_up:
+            # Steps of a call are done together. The time counts in part for those that the next runs return.
+            ended -= (ended - started) * self.strategy.steps_ahead / (logs.num_steps + self.strategy.steps_ahead)
+        seconds, self._counted_until = ended - started, None if self.strategy.is_idle else ended
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
@@ -398,7 +401,7 @@ class TrainSession:
             of_shape = self._resized(self, pending.after)
         spec = self.strategy.finish_resize(pending, of_shape.spec)
         seconds = self._clock() - started
-        self._went_on_since = None
+        self._counted_until = None
         if pending.changes_servers:
             self._saves.note_move()
         self._make_strategy, self.last_step = of_shape.make_strategy, of_shape.last_step
@@ -423,7 +426,8 @@ class TrainSession:
 
     def _take_begun(self) -> None:
         """Lets the hooks see the steps that were begun ahead of the last run as well."""
-        if begun := self.strategy.drain():
+        self.strategy.drain()
+        if begun := self.strategy.steps_ahead:
             self._run_in(RunContext(self, self.global_step, begun), begun)
 
     def _insist(self, function: Callable[[], T]) -> T:
@@ -476,7 +480,7 @@ class TrainSession:
             counts = self._num_restarts, self._max_restarts
             goes_on = cluster_is_there or self.strategy.can_regroup
             warn(lines.again_line(error, newest, *counts, cluster_is_there=goes_on))
-            self._went_on_since = None
+            self._counted_until = None
             try:
                 with self._recovery_is_ours():
                     began = time.monotonic()

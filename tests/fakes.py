@@ -120,8 +120,8 @@ class CountingStrategy(Strategy, Values):
             self._clock.now += num_steps * self._secs
         return StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals(tuple(losses)))
 
-    def drain(self) -> int:
-        return 0
+    def drain(self) -> None:
+        pass
 
     @property
     def values(self) -> CountingStrategy:

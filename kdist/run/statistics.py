@@ -31,7 +31,7 @@ class RunValues:
     Attributes:
         global_step: updates applied after it.
         num_steps: updates that it added.
-        seconds: its duration.
+        seconds: its duration, to which the steps of a call contribute alike, whichever runs they are of.
         warming_up: True if functions were traced during the run, so that `seconds` says nothing about speed.
         steps: the reports of its steps, in the order in which they finished.
     """

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.keras import is_multi_optimizer, main_optimizer, step_counter
+from kdist._compat.keras import is_multi_optimizer, learning_rate_variable, main_optimizer, step_counter
 from kdist.cluster.spec import ClusterChange, ClusterShape, Task
 from kdist.config.scheduler import GRACE_SECS
 from kdist.data.base import TrainingData
@@ -208,10 +208,11 @@ class TrainingSpec:
     def learning_rate(self, step: int) -> float:
         """The learning rate at a global step, by the optimizer's schedule if it has one; the first one's of several."""
         optimizer = main_optimizer(self.model)
-        counter = step_counter(optimizer)
         if is_multi_optimizer(optimizer):
             optimizer = optimizer.optimizers[0]
-            counter = step_counter(optimizer)
+        if (variable := learning_rate_variable(optimizer)) is not None:
+            return float(variable.value.numpy())
+        counter = step_counter(optimizer)
         # Keras takes several times longer to convert a number than TensorFlow.
         with keras.StatelessScope([(counter, tf.constant(step, counter.dtype))]):
             return float(optimizer.learning_rate)
@@ -304,9 +305,14 @@ class Strategy(abc.ABC):
         """The number of steps that may be in flight, so that no worker waits for the next one."""
         return 1
 
+    @property
+    def steps_ahead(self) -> int:
+        """The number of finished steps that no `run` has returned yet."""
+        return 0
+
     @abc.abstractmethod
-    def drain(self) -> int:
-        """Waits until nothing is in flight; returns the number of finished steps that no `run` has returned yet."""
+    def drain(self) -> None:
+        """Waits until nothing is in flight."""
 
     @property
     def is_idle(self) -> bool:

@@ -273,11 +273,10 @@ class ServersStrategy(StoreStrategy):
             return super().run(num_steps, interrupted, may_begin)
         return None
 
-    def drain(self) -> int:
+    def drain(self) -> None:
         with self._until_cancelled():
             self._wait_for_sweep()
             super().drain()
-        return self._num_ahead
 
     def at_rest(
         self, function: Callable[[], T], kind: Hashable = None, *, traces: bool = False, of_files: bool = False

@@ -110,10 +110,10 @@ class StoreStrategy(Strategy):
         started = self._last_end if self._last_end is not None else time.perf_counter()
         num_finished = 0
         may_begin = max(num_steps, may_begin or 0)
-        while self._num_ahead < num_steps:
+        while self.steps_ahead < num_steps:
             if self._sweeper is not None:
                 self._sweeper.go_on()
-            more = self._next_logs(may_begin - self._num_ahead, interrupted)
+            more = self._next_logs(may_begin - self.steps_ahead, interrupted)
             if more is None:
                 break
             self._ahead = more if self._ahead is None else self._ahead + more
@@ -146,17 +146,16 @@ class StoreStrategy(Strategy):
         """
 
     @property
-    def _num_ahead(self) -> int:
+    def steps_ahead(self) -> int:
         return 0 if self._ahead is None else self._ahead.num_steps
 
-    def drain(self) -> int:
+    def drain(self) -> None:
         while (logs := self._in_flight_logs()) is not None:
             self._ahead = logs if self._ahead is None else self._ahead + logs
-        return self._num_ahead
 
     @property
     def is_idle(self) -> bool:
-        return self._num_ahead == 0 and self._num_in_flight == 0
+        return self.steps_ahead == 0 and self._num_in_flight == 0
 
     @property
     def _num_in_flight(self) -> int:

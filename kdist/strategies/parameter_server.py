@@ -302,10 +302,10 @@ class ParameterServer(ServersStrategy):
             # Nobody would take them.
             self._take_calls_back()
 
-    def drain(self) -> int:
+    def drain(self) -> None:
         # Calls that only wait would double the time.
         self._take_calls_back()
-        return super().drain()
+        super().drain()
 
     def _take_calls_back(self) -> None:
         """Takes back the calls that no worker has begun."""

@@ -337,6 +337,42 @@ def test_hooks_by_the_clock_are_called_about_every_second() -> None:
     assert max(strategy.runs[1:]) <= 10
 
 
+class OfCalls(CountingStrategy):
+    """Calls of 64 steps take a second; hooks stop in the middle of them."""
+
+    steps_ahead = 0
+
+    def run(self, num_steps: int, interrupted: Any, may_begin: int | None = None) -> Any:
+        while self.steps_ahead < num_steps:
+            self._clock.now += 1.0
+            self.steps_ahead += 64
+        self.steps_ahead -= num_steps
+        return super().run(num_steps, interrupted, may_begin)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.steps_ahead
+
+
+class KeepsRates(Hook):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.seconds = 0.0
+
+    def after_run(self, context: Any, values: RunValues) -> None:
+        self.rates.append(values.num_steps / values.seconds)
+        self.seconds += values.seconds
+
+
+def test_every_run_has_the_rate_of_the_calls_also_if_they_do_not_end_with_it() -> None:
+    clock, kept = FakeClock(), KeepsRates()
+    began = clock.now
+    hooks = [kept, LoggingTensor(every_steps=50), StopAtStep(last_step=3200)]
+    run_all(make_session(hooks, OfCalls(clock), clock=clock))
+    assert kept.rates == pytest.approx([64.0] * len(kept.rates))
+    assert kept.seconds == pytest.approx(clock.now - began) == 50.0
+
+
 def run_of(num_steps: int, secs: float) -> RunValues:
     logs = StepLogs(np.full(num_steps, 8), np.zeros(num_steps, np.int64), FakeTotals((0.0,)))
     return RunValues(0, num_steps, secs, warming_up=False, steps=logs)
