@@ -349,11 +349,11 @@ class TrainSession:
         # While hooks ran, workers continued with steps that had been started: that time counts.
         started = self._clock() if self._counted_until is None else self._counted_until
         logs = self.strategy.run(num_steps, lambda: self.interrupted, may_begin)
-        ended = self._clock()
-        if logs is not None and not self.strategy.warming_up:
-            # Steps of a call are done together. The time counts in part for those that the next runs return.
-            ended -= (ended - started) * self.strategy.steps_ahead / (logs.num_steps + self.strategy.steps_ahead)
-        seconds, self._counted_until = ended - started, None if self.strategy.is_idle else ended
+        until = self._clock()
+        if logs is not None and (ahead := self.strategy.steps_ahead) and not self.strategy.warming_up:
+            # Steps of a call are done together: a part of the time is that of steps that the next runs return.
+            until -= (until - started) * ahead / (ahead + logs.num_steps)
+        seconds, self._counted_until = until - started, None if self.strategy.is_idle else until
         if logs is None:
             return None
         expected = self.global_step + logs.num_steps
