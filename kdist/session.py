@@ -571,9 +571,9 @@ class RunLength:
             return
         # A single run says little: its steps may have been done before they were requested, and those of hundreds of
         # workers that began together end together. Nor does one in which all was suspended, however long it took.
-        share = min(1.0, _REMEMBERED_SECS / values.seconds)
-        weight = math.exp(-share * values.seconds / _REMEMBERED_SECS)
-        self._steps = weight * self._steps + share * values.num_steps
-        self._seconds = weight * self._seconds + share * values.seconds
+        seconds = min(values.seconds, _REMEMBERED_SECS)
+        weight = math.exp(-seconds / _REMEMBERED_SECS)
+        self._steps = weight * self._steps + values.num_steps * seconds / values.seconds
+        self._seconds = weight * self._seconds + seconds
         in_time = max(1, int(self._steps / self._seconds * _LONGEST_SECS))
         self._longest = min(in_time, _GROWTH * self._longest)
