@@ -51,16 +51,13 @@ def asynchronous(workload: str) -> list[Entry]:
 def synchronous(workload: str) -> list[Entry]:
     """Synchronous updates of two workers, with servers and without."""
     task = Task(workload, sync=True)
-    # The machine may be faster a few minutes later: those that cannot rest race directly after each other.
-    all_reduces = [
+    # It could rest, but the machine may be faster a few minutes later: without servers, all race one after the other.
+    ddp = [Entry("PyTorch DDP", "torch_ddp", task, can_rest=False)] if find_spec("torch") else []
+    return [
         all_reduce(workload, f"{ARRAYS}, 2w", options=_OF_ARRAYS),
         all_reduce(workload),
+        *ddp,
         Entry("MultiWorkerMirrored", "multi_worker_mirrored", task, can_rest=False),
-    ]
-    if find_spec("torch"):
-        all_reduces.insert(2, Entry("PyTorch DDP", "torch_ddp", task, can_rest=False))
-    return [
-        *all_reduces,
         kdist(workload, sync=True),
         kdist(workload, ARRAYS, sync=True, options=_OF_ARRAYS),
         Entry("TF1", "tf1", task),

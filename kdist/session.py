@@ -570,7 +570,7 @@ class RunLength:
         if values.warming_up or values.seconds <= 0:
             return
         # A single run says little: its steps may have been done before they were requested, and those of hundreds of
-        # workers that began together end together. Nor does one in which all was suspended, however long it took.
+        # workers that began together end together. One in which all was suspended says no more, however long it took.
         seconds = min(values.seconds, _REMEMBERED_SECS)
         weight = math.exp(-seconds / _REMEMBERED_SECS)
         self._steps = weight * self._steps + values.num_steps * seconds / values.seconds
