@@ -6,6 +6,7 @@ Python to the end of the first step, of which the first run is the last part; al
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measured import Figures, measured, run
+from benchmarks.measured import Figures, measured, peak_bytes, run
 
 _STARTED = time.monotonic()
 _WIDTH = 64
@@ -120,19 +121,14 @@ def _watching_hook() -> Any:
             ]
 
         def end(self, session: Any) -> None:
-            sizes = {"chief": _peak_bytes("self")}
+            sizes = {"chief": peak_bytes(os.getpid())}
             for task, pid in session.strategy.pids.items():
                 job = str(task).partition(":")[0]
-                sizes[job] = max(sizes.get(job, 0), _peak_bytes(str(pid)))
+                sizes[job] = max(sizes.get(job, 0), peak_bytes(pid))
             self.figures |= {f"{job}_gb": size / 1e9 for job, size in sizes.items()}
 
     watch = Watch()
     return watch
-
-
-def _peak_bytes(pid: str) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
@@ -32,3 +33,9 @@ def run(measurements: Mapping[str, Callable[..., Figures]], main: Callable[[], N
         print(json.dumps(measurements[name](*arguments)))
     else:
         main()
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest resident size that a process has had so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024

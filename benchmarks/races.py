@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -121,7 +122,7 @@ def is_another_algorithm(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio of two medians that should be reached.
+    """A ratio of two rates that should be reached.
 
     Attributes:
         what: the contender that is asked, by key.
@@ -133,10 +134,16 @@ class Goal:
     against: str
     at_least: float
 
-    def ratio(self, medians: Mapping[str, float]) -> float | None:
-        """The ratio that was reached; None if one of them did not race."""
-        if self.what in medians and self.against in medians:
-            return medians[self.what] / medians[self.against]
+    def ratio(self, turns: Mapping[str, Sequence[float]]) -> float | None:
+        """The median of the ratios of each round; None if one of them did not race.
+
+        The machine may become faster from one round to the next, but hardly within one.
+
+        Args:
+            turns: steps per second of each turn, by key.
+        """
+        if self.what in turns and self.against in turns:
+            return statistics.median(rate / other for rate, other in zip(turns[self.what], turns[self.against]))
         return None
 
 

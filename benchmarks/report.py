@@ -122,10 +122,10 @@ def _accuracies(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _goals(results: Results) -> list[list[str]]:
-    medians = {key: row["steps_per_sec"] for key, row in results.items()}
+    turns = {key: row["turns"] for key, row in results.items()}
     lines = []
     for goal in GOALS:
-        ratio = goal.ratio(medians)
+        ratio = goal.ratio(turns)
         if ratio is not None:
             lines.append(_goal(f"{goal.what} / {goal.against}", ratio, ">=", goal.at_least))
     for key in ("mlp", "deep", "cnn", "wide"):

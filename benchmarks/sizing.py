@@ -1,11 +1,12 @@
 """The bytes that servers hold and send, by the plan and as measured: `python -m benchmarks.sizing`, about 3 minutes.
 
 Each row is a run in a process, and a network, of its own. Bytes of a step are all that the loopback device
-receives, protocols, calls and logs included; memory is the resident size of the fullest server.
+receives, protocols, calls and logs included; memory is the largest resident size that the fullest server has had.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from functools import partial
@@ -15,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.isolated import bytes_received, prefix
-from benchmarks.measured import Figures, measured, run
+from benchmarks.measured import Figures, measured, peak_bytes, run
 from benchmarks.workloads import NUM_COUNTS, WORKLOADS, Clicks, Embedding, Workload, compiled_keras_model, dataset
 
 _STEPS_PER_CALL = 16
-_WARM_UP_STEPS, _STEPS = 20 * _STEPS_PER_CALL, 20 * _STEPS_PER_CALL
+_WARM_UP_STEPS, _STEPS = 8 * _STEPS_PER_CALL, 10 * _STEPS_PER_CALL
 _TABLE = Workload("table", "2 000 000 x 64", (16,), (Embedding(2_000_000, 64),), 256, "int32", "adagrad")
 _RUNS: dict[str, tuple[Workload, str, str]] = {
     "MLP 784-100-10, SGD": (WORKLOADS["mlp"], "2ps2w", ""),
@@ -35,7 +36,6 @@ _RUNS: dict[str, tuple[Workload, str, str]] = {
 def compare(name: str, run_dir: str) -> Figures:
     """Trains, and compares the plan with what is seen."""
     import keras
-    import psutil
 
     import kdist
 
@@ -50,16 +50,15 @@ def compare(name: str, run_dir: str) -> Figures:
         export_max_bytes=0,
         **options,
     )
-    pid = psutil.Process().pid
+    pid = os.getpid()
     with trainer.session(lambda _: dataset(workload), verbose=0) as session:
         plan = session.strategy.plan
         assert plan is not None
-        _train_to(session, _WARM_UP_STEPS)
-        before, step = bytes_received(pid), session.global_step
-        _train_to(session, session.global_step + _STEPS)
-        moved = (bytes_received(pid) - before) / (session.global_step - step)
-        servers = [pid for task, pid in session.strategy.pids.items() if task.job == "ps"]
-        largest = max(psutil.Process(pid).memory_info().rss for pid in servers)
+        begin = _train_to(session, _WARM_UP_STEPS)
+        before = bytes_received(pid)
+        end = _train_to(session, begin + _STEPS)
+        moved = (bytes_received(pid) - before) / (end - begin)
+        largest = max(peak_bytes(pid) for task, pid in session.strategy.pids.items() if task.job == "ps")
         began = time.monotonic()
         session.save(keep=1)
         save_secs = time.monotonic() - began
@@ -75,12 +74,12 @@ def compare(name: str, run_dir: str) -> Figures:
     }
 
 
-def _train_to(session: Any, step: int) -> None:
+def _train_to(session: Any, step: int) -> int:
+    """Trains to a step or somewhat further; returns the step that the servers are at, when nothing is in flight."""
     while session.global_step < step:
         session.run()
-    # What is in flight has been sent, and not been counted.
     session.strategy.drain()
-    session.run()
+    return int(session.strategy.values.global_step())
 
 
 def _distinct_ids(workload: Workload) -> list[float]:

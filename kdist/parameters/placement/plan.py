@@ -19,8 +19,8 @@ _WORTH_A_SERVER = 1 << 20
 
 _ID_BYTES = 8
 # Of memory, as measured by `benchmarks.sizing`: of a server of TensorFlow, of one with tables in addition; and the
-# copies of what goes to a worker in a step, on its way there and back.
-_SERVER_BYTES, _TABLES_BYTES, _COPIES_IN_TRANSIT = 300e6, 100e6, 3.5
+# copies of its dense values, whatever the number of workers, and of those on their way to and from one of them.
+_SERVER_BYTES, _TABLES_BYTES, _COPIES, _COPIES_IN_TRANSIT = 300e6, 80e6, 5.0, 1.6
 #: Bytes of an element of floating-point variables.
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -145,15 +145,14 @@ class PlacementPlan:
     @property
     def memory_by_server(self) -> list[float]:
         """Bytes of memory that each server needs, about; dynamic tables are empty."""
-        dense = self.step_bytes(lambda _: 0)
-        with_tables = {shard.server for shard in self.shards if not self.variables[shard.variable].travels}
-        return [
-            _SERVER_BYTES
-            + _TABLES_BYTES * (server in with_tables)
-            + held
-            + _COPIES_IN_TRANSIT * self.num_workers * sent
-            for server, (held, (sent, _)) in enumerate(zip(self.bytes_by_server, dense))
-        ]
+        totals = [_SERVER_BYTES + held for held in self.bytes_by_server]
+        for shard in self.shards:
+            if (variable := self.variables[shard.variable]).travels:
+                copies = _COPIES + _COPIES_IN_TRANSIT * self.num_workers
+                totals[shard.server] += copies * variable.value_bytes * self._part(shard)
+        for server in {shard.server for shard in self.shards if not self.variables[shard.variable].travels}:
+            totals[server] += _TABLES_BYTES
+        return totals
 
     def step_bytes(self, num_ids: Callable[[Variable], float] | None = None) -> list[tuple[float, float]]:
         """Bytes that each server sends to a worker in a step, and gets from it, protocols not counted.
@@ -169,10 +168,7 @@ class PlacementPlan:
         num_parts = Counter(shard.variable for shard in self.shards)
         for shard in self.shards:
             variable, total = self.variables[shard.variable], totals[shard.server]
-            if variable.is_dynamic:
-                part = 1 / num_parts[shard.variable]
-            else:
-                part = (shard.stop - shard.start) / max(1, variable.num_rows)
+            part = 1 / num_parts[shard.variable] if variable.is_dynamic else self._part(shard)
             if variable.travels:
                 values = self._in_transit(variable, variable.value_bytes) * part
                 total[0] += values * variable.num_pulls
@@ -184,6 +180,10 @@ class PlacementPlan:
                 # The ids of a request, and those of the gradient.
                 total[1] += _ID_BYTES * ids + (rows + _ID_BYTES * ids) * variable.num_pushes
         return [(sent, received) for sent, received in totals]
+
+    def _part(self, shard: Shard) -> float:
+        """The part of the rows of its variable that a shard has."""
+        return (shard.stop - shard.start) / max(1, self.variables[shard.variable].num_rows)
 
     def _most_ids(self, table: Variable) -> float:
         if table.ids_per_example is None or self.batch_size is None:

@@ -214,3 +214,6 @@ def test_a_server_needs_memory_for_what_it_holds_and_for_what_is_on_its_way() ->
     assert few > dense.num_bytes + table.num_bytes
     # Each worker has its own copies of dense values, and none of the table.
     assert 4 * dense.value_bytes < many - few < 20 * dense.value_bytes
+    # A server has them as they are before and after they are rounded.
+    rounded = place_by([dense, table], 1, ServerOptions(wire_dtype="bfloat16"), num_workers=5)
+    assert rounded.memory_by_server == [many]
