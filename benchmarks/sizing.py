@@ -1,4 +1,4 @@
-"""The bytes that servers hold and send, by the plan and as measured: `python -m benchmarks.sizing`, about 3 minutes.
+"""The bytes that servers hold and send, by the plan and as measured: `python -m benchmarks.sizing`, 11 minutes.
 
 Each row is a run in a process, and a network, of its own. Bytes of a step are all that the loopback device
 receives, protocols, calls and logs included; memory is the largest resident size that the fullest server has had.
