@@ -135,7 +135,7 @@ def test_a_plan_tells_what_servers_need_and_a_step_moves() -> None:
     table = Variable("table", (10**9, 64), 512 * 10**9, 256 * 10**9, always_cut=True, travels=False, ids_per_example=26)
     plan = place([dense, table], 20, ServerOptions(), num_workers=64, batch_size=4096)
     assert [str(line) for line in lines.plan_lines(plan)] == [
-        "plan  | 512 GB on 20 servers, slots included | the fullest needs about 26.9 GB of memory",
+        "plan  | 512 GB on 20 servers, slots included | the fullest needs about 26.4 GB of memory",
         "plan  | step of a worker | gets 31.3 MB, sends 33 MB at most | 4096 examples",
         "plan  | 64 workers | for 1 step/s of each, the busiest server sends 343 MB/s and gets 349 MB/s",
     ]
