@@ -150,6 +150,48 @@ def test_a_collective_gets_a_number_once_if_its_shape_is_static_and_otherwise_in
     assert each.endswith("[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]")
 
 
+ONE_ROUND = """
+import tensorflow as tf
+from kdist._compat.tensorflow import NumberedMirroredStrategy, number_collectives_when_traced, reduce_two_in_one_round
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+number_collectives_when_traced()
+reduce_two_in_one_round()
+for num_replicas, length, dtype in [
+    (2, 5, "float32"), (2, (1 << 18) - 1, "float32"), (2, 1 << 18, "float32"), (2, 1 << 17, "int64"),
+    (2, 5, "bfloat16"), (3, 5, "float32"),
+]:
+    strategy = NumberedMirroredStrategy([f"CPU:{index}" for index in range(num_replicas)])
+
+    def summed():
+        def own():
+            context = tf.distribute.get_replica_context()
+            replica = tf.cast(context.replica_id_in_sync_group, dtype)
+            return context.all_reduce("sum", [tf.fill([length], 1 + replica), tf.fill([], 2 * replica)])
+        return [strategy.experimental_local_results(each) for each in strategy.run(own)]
+
+    function = tf.function(summed, autograph=False).get_concrete_function()
+    kinds = sorted({op.type for op in function.graph.get_operations() if op.type.startswith("Collective")})
+    of_long, of_short = function()
+    sums = {float(number) for each in of_long for number in each.numpy()[[0, -1]]}
+    print(num_replicas, length, dtype, *kinds, sums, {float(each) for each in of_short})
+"""
+
+
+def test_two_workers_exchange_small_tensors_in_one_round() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_ROUND], capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    assert done.stdout.splitlines() == [
+        "2 5 float32 CollectiveGatherV2 {3.0} {2.0}",
+        "2 262143 float32 CollectiveGatherV2 {3.0} {2.0}",
+        "2 262144 float32 CollectiveReduceV2 {3.0} {2.0}",
+        "2 131072 int64 CollectiveReduceV2 {3.0} {2.0}",
+        "2 5 bfloat16 CollectiveReduceV2 {3.0} {2.0}",
+        "3 5 float32 CollectiveReduceV2 {6.0} {6.0}",
+    ], done.stderr[-2000:]
+
+
 def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
     def names() -> set[str]:
         labels, logits = tf.constant([[1, 2]]), tf.zeros([1, 4, 3])
