@@ -412,8 +412,10 @@ def _in_one_round(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor
         if launcher._group_size != 2 or "CPU" not in launcher._device or not _is_sent_whole(tensor):
             return original(launcher, tensor, control_input, options)
         with tf.device(launcher._device):
-            first, second = tf.split(launcher._all_gather(tensor, options), 2)
-            return first + second
+            gathered = launcher._all_gather(tensor, options)
+            # TensorFlow infers none.
+            gathered.set_shape([2 * tensor.shape[0]])
+            return tf.add_n(tf.split(gathered, 2))
 
     return all_reduce
 
