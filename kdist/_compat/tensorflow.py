@@ -413,7 +413,7 @@ def _in_one_round(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor
             return original(launcher, tensor, control_input, options)
         with tf.device(launcher._device):
             gathered = launcher._all_gather(tensor, options)
-            # TensorFlow infers none.
+            # TensorFlow infers no shape.
             gathered.set_shape([2 * tensor.shape[0]])
             return tf.add_n(tf.split(gathered, 2))
 

@@ -1,8 +1,10 @@
-"""All-reduce workers as this machine's own processes, started by `fit`."""
+"""All-reduce workers as processes of this machine."""
 
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -14,7 +16,7 @@ import models
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import free_ports, process_name, result_of, tags_of, tasks_running, toy_data
+from helpers import environment, free_addresses, free_ports, process_name, result_of, tags_of, tasks_running, toy_data
 
 import kdist
 from kdist.hooks import CheckpointSaver, Hook, MetricsServer, Session
@@ -305,3 +307,41 @@ def test_replicas_in_another_process_name_a_wrong_label_and_pass_over_a_damaged_
     ):
         trainer.fit(x, np.full_like(y, 100), batch_size=8, steps=12, verbose=0)
     assert trainer.result.global_step == 4
+
+
+JOINED = """
+import os, sys
+import tensorflow as tf
+from kdist._compat.tensorflow import join_collectives
+index, addresses = int(sys.argv[1]), dict(enumerate(sys.argv[2:]))
+strategy = join_collectives(addresses, index)
+
+def summed():
+    own = tf.range(3.0) * (1 + index)
+    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.identity(own)))
+
+function = tf.function(summed, autograph=False).get_concrete_function()
+print(*{op.type for op in function.graph.get_operations() if op.type.startswith("Collective")}, function().numpy())
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_joined_workers_exchange_small_tensors_in_one_round() -> None:
+    addresses = free_addresses(2)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINED, str(index), *addresses],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for index in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=100) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [out for out, _ in said] == ["CollectiveGatherV2 [0. 3. 6.]\n"] * 2, said[0][1][-2000:]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import environment, free_addresses
+from helpers import environment
 from tensorflow.python.eager import context
 
 from kdist._compat import tensorflow as compat
@@ -190,44 +190,6 @@ def test_two_workers_exchange_small_tensors_in_one_round() -> None:
         "2 5 bfloat16 CollectiveReduceV2 {3.0} {2.0}",
         "3 5 float32 CollectiveReduceV2 {6.0} {6.0}",
     ], done.stderr[-2000:]
-
-
-JOINED = """
-import os, sys
-import tensorflow as tf
-from kdist._compat.tensorflow import join_collectives
-index, addresses = int(sys.argv[1]), dict(enumerate(sys.argv[2:]))
-strategy = join_collectives(addresses, index)
-
-def summed():
-    own = tf.range(3.0) * (1 + index)
-    return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.identity(own)))
-
-function = tf.function(summed, autograph=False).get_concrete_function()
-print(*{op.type for op in function.graph.get_operations() if op.type.startswith("Collective")}, function().numpy())
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-def test_joined_workers_exchange_small_tensors_in_one_round() -> None:
-    addresses = free_addresses(2)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINED, str(index), *addresses],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        for index in range(2)
-    ]
-    try:
-        said = [worker.communicate(timeout=100) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [out for out, _ in said] == ["CollectiveGatherV2 [0. 3. 6.]\n"] * 2, said[0][1][-2000:]
 
 
 def test_functions_of_the_kind_of_tf1_get_a_new_name_in_every_trace() -> None:
