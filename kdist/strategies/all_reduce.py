@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.tensorflow import all_reduce
+from kdist._compat.collectives import all_reduce
 from kdist.cluster.spec import CHIEF
 from kdist.data.base import iterator_over, iterator_spec
 from kdist.data.epoch_lengths import EpochCount, EpochLengths

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import NumberedMirroredStrategy, number_collectives_when_traced
+from kdist._compat.collectives import NumberedMirroredStrategy, number_collectives_when_traced
 from kdist.config.schema import MirroredOptions
 from kdist.errors import ConfigError
 from kdist.strategies.all_reduce import AllReduce

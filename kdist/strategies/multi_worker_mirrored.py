@@ -19,7 +19,7 @@ from typing import ClassVar, SupportsInt, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from kdist._compat.tensorflow import all_reduce
+from kdist._compat.collectives import all_reduce
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.spec import Membership, Task
 from kdist.config.schema import ClusterConfig

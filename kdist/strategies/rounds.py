@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._compat.tensorflow import abort_collectives, join_collectives, serve_collectives
+from kdist._compat.collectives import abort_collectives, join_collectives, serve_collectives
 from kdist.cluster.description import TaskFingerprint
 from kdist.cluster.external import ExternalCluster, chief_address_of
 from kdist.cluster.network import sockets

@@ -312,7 +312,7 @@ def test_replicas_in_another_process_name_a_wrong_label_and_pass_over_a_damaged_
 JOINED = """
 import os, sys
 import tensorflow as tf
-from kdist._compat.tensorflow import join_collectives
+from kdist._compat.collectives import join_collectives
 index, addresses = int(sys.argv[1]), dict(enumerate(sys.argv[2:]))
 strategy = join_collectives(addresses, index)
 
