@@ -18,6 +18,11 @@ def grace_secs_of(given: float | None, environment: Mapping[str, str]) -> float:
     return _GRACE_SECS_OF_JOBS if is_job else GRACE_SECS
 
 
+def secs_for_calls(grace_secs: float) -> float:
+    """Of the seconds to save and exit, those that calls in flight have to finish; the others are for the save."""
+    return grace_secs / 2
+
+
 def folder_of_step(environment: Mapping[str, str], *, is_joined: bool) -> str | None:
     """`slurm-77`, the name of the run dir of a Slurm job, so that the job resumes when it is requeued.
 

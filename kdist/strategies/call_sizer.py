@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from kdist.config.scheduler import GRACE_SECS, secs_for_calls
+
 # A call should be long compared with the few ms that it costs to dispatch, and short compared with a person's patience.
 AUTO_CALL_SECS = 1.0
 _AUTO_MAX_STEPS = 64
-# Nothing can be saved while a call is prepared. So that has to be over well before the time ends that a signal leaves
-# (`run.grace_secs`).
-AUTO_PREPARE_SECS = 10.0
 GROWTH = 4
 # A call costs the chief about 2 ms of its CPU, whatever it takes on the worker. Where the chief is what limits, that is
 # the time of a step for each worker, and calls of GROWTH steps may take GROWTH times that.
@@ -38,14 +37,22 @@ class CallSizer:
         steps_per_call: a fixed number of steps, or None for `auto`.
         num_workers: workers that share the steps.
         last_step: the global step that training is to end at; None if nobody knows.
+        prepare_secs: seconds within which calls have to be prepared; nothing can be saved meanwhile.
     """
 
-    def __init__(self, steps_per_call: int | None, num_workers: int, last_step: int | None = None) -> None:
+    def __init__(
+        self,
+        steps_per_call: int | None,
+        num_workers: int,
+        last_step: int | None = None,
+        prepare_secs: float = secs_for_calls(GRACE_SECS),
+    ) -> None:
         self._trace_secs: Mapping[int, float] = {}
         self._share_of_step = _SHARE_OF_STEP
         self._fixed = steps_per_call
         self.num_workers = num_workers
         self._last_step = last_step
+        self._prepare_secs = prepare_secs
         self._step = 0
         self._auto = 1
         #: The cost of preparing calls of the present size, and whether tasks are to prepare them again.
@@ -146,13 +153,16 @@ class CallSizer:
         """Tells whether calls of that many steps are short, soon prepared, and save more than they cost to prepare."""
         if larger > _AUTO_MAX_STEPS or larger * step_secs * self.num_workers > self.longest_secs:
             return False
-        if self._cost_of(larger) > AUTO_PREPARE_SECS:
+        if not self._is_soon_prepared(larger):
             return False
         before = self._step_secs_before if self._times_slower is None else self._times_slower * step_secs
         if before is None:
             # Most of the time of a single step may be that of its call.
             return True
         return (before - step_secs) / GROWTH * self._steps_left >= self._cost_of(larger)
+
+    def _is_soon_prepared(self, size: int) -> bool:
+        return self._cost_of(size) <= self._prepare_secs
 
     def _cost_of(self, size: int) -> float:
         """The seconds that preparing calls of another size takes."""

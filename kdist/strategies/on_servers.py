@@ -18,6 +18,7 @@ import tensorflow as tf
 from kdist.cluster.local import log_path
 from kdist.cluster.processes.child import ended_by_itself, log_tail
 from kdist.cluster.spec import Cluster, ClusterShape, Task
+from kdist.config.scheduler import secs_for_calls
 from kdist.config.schema import ServerOptions
 from kdist.data.base import TrainingData, first_batch_reader
 from kdist.data.shares import SharedData
@@ -143,7 +144,7 @@ class ServersStrategy(StoreStrategy):
             self._coordinator = Coordinator(
                 self._supervisor,
                 timeout=self._step_timeout,
-                grace_secs=grace_secs / 2,
+                grace_secs=secs_for_calls(grace_secs),
                 on_return=self._has_returned,
                 on_loss=self._is_lost,
             )

@@ -22,6 +22,7 @@ from kdist._compat.first_call_lock import fetch
 from kdist._compat.tensorflow import function_for_tasks
 from kdist.cluster.spec import Task
 from kdist.config.checks import number_or_auto
+from kdist.config.scheduler import secs_for_calls
 from kdist.config.schema import ParameterServerOptions
 from kdist.data.base import iterator_spec
 from kdist.data.splits import NothingToRead
@@ -108,7 +109,10 @@ class ParameterServer(ServersStrategy):
         self._sizer = self._prepared.sizer()
         if self._asked is None and self._may_wait_long:
             empty_call_secs = self._empty_call_secs()
-            self._search = PrefetchSearch(spec.steps_per_call, self.num_workers, spec.last_step, empty_call_secs)
+            prepare_secs = secs_for_calls(spec.grace_secs)
+            self._search = PrefetchSearch(
+                spec.steps_per_call, self.num_workers, spec.last_step, prepare_secs, empty_call_secs
+            )
             self._search.begin_at(spec.first_step)
             self._sizer = self._search
         self._make_calls(self._asked or 0)

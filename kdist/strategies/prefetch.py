@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist.strategies.call_sizer import AUTO_PREPARE_SECS, GROWTH, CallSizer
+from kdist.strategies.call_sizer import GROWTH, CallSizer
 
 #: A worker computes as many more gradients from the same values.
 _PREFETCHES = (1, 2, 4)
@@ -36,6 +36,7 @@ class PrefetchSearch(CallSizer):
         steps_per_call: a fixed number of steps, or None for `auto`.
         num_workers: workers that share the steps.
         last_step: the global step that training is to end at; None if nobody knows.
+        prepare_secs: see `CallSizer`.
         empty_call_secs: what a call takes in which a worker does nothing.
 
     Attributes:
@@ -44,10 +45,15 @@ class PrefetchSearch(CallSizer):
     """
 
     def __init__(
-        self, steps_per_call: int | None, num_workers: int, last_step: int | None, empty_call_secs: float
+        self,
+        steps_per_call: int | None,
+        num_workers: int,
+        last_step: int | None,
+        prepare_secs: float,
+        empty_call_secs: float,
     ) -> None:
         # Single steps come first, whatever is given.
-        super().__init__(None, num_workers, last_step)
+        super().__init__(None, num_workers, last_step, prepare_secs)
         self._given = steps_per_call
         self._empty_call_secs = empty_call_secs
         self.prefetch = 0
@@ -117,7 +123,7 @@ class PrefetchSearch(CallSizer):
         allowed = [
             size
             for size in _SIZES
-            if size * self._step_secs(size) <= self.longest_secs and self._cost_of(size) <= AUTO_PREPARE_SECS
+            if size * self._step_secs(size) <= self.longest_secs and self._is_soon_prepared(size)
         ]
         return min([present, *allowed], key=secs)
 

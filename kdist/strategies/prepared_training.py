@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from kdist._compat.keras import loss_scaling, main_optimizer
+from kdist.config.scheduler import secs_for_calls
 from kdist.config.schema import ParameterServerOptions, ServerOptions
 from kdist.data.base import element_spec, worker_dataset
 from kdist.errors import ConfigError
@@ -138,7 +139,8 @@ class PreparedTraining:
     def sizer(self, num_workers: int | None = None) -> CallSizer:
         """Chooses the size of calls; `num_workers` share the steps, all of them if None."""
         spec = self.spec
-        sizer = CallSizer(spec.steps_per_call, num_workers or self.num_workers, spec.last_step)
+        prepare_secs = secs_for_calls(spec.grace_secs)
+        sizer = CallSizer(spec.steps_per_call, num_workers or self.num_workers, spec.last_step, prepare_secs)
         sizer.begin_at(spec.first_step)
         return sizer
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kdist.config.scheduler import secs_for_calls
 from kdist.data.files import RangeQueue
 from kdist.data.splits import NothingToRead
 from kdist.strategies.call_sizer import CallSizer
@@ -59,9 +60,11 @@ def test_auto_keeps_calls_of_slow_models_short() -> None:
     assert sizer.steps_per_call == 1
 
 
-def grown_to_16(last_step: int | None = None, *, num_workers: int = 1, cost: float = 1.0) -> CallSizer:
+def grown_to_16(
+    last_step: int | None = None, *, num_workers: int = 1, cost: float = 1.0, prepare_secs: float = 10.0
+) -> CallSizer:
     """A sizer that has seen single steps at 100/s, then 200/s, and then that calls of 16 cost `cost` seconds."""
-    sizer = CallSizer(None, num_workers, last_step)
+    sizer = CallSizer(None, num_workers, last_step, prepare_secs)
     sizer.observe(1, 0.1, warming_up=True)
     trained(sizer, 0.1, rate=100)
     sizer.observe(4, 0.1, warming_up=True)
@@ -94,9 +97,11 @@ def test_auto_counts_what_is_left_from_where_a_resumed_run_begins() -> None:
     assert sizer.steps_per_call == 16
 
 
-@pytest.mark.parametrize(("cost", "size"), [(2.0, 64), (3.0, 16)])
-def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, size: int) -> None:
-    sizer = grown_to_16(10_000_000, cost=cost)
+@pytest.mark.parametrize(
+    ("grace_secs", "cost", "size"), [(20.0, 2.0, 64), (20.0, 3.0, 16), (30.0, 3.0, 64), (30.0, 4.0, 16)]
+)
+def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(grace_secs: float, cost: float, size: int) -> None:
+    sizer = grown_to_16(10_000_000, cost=cost, prepare_secs=secs_for_calls(grace_secs))
     trained(sizer, 5, rate=250)
     assert sizer.steps_per_call == size
 
@@ -107,7 +112,7 @@ def test_auto_prepares_no_call_for_longer_than_a_signal_can_wait(cost: float, si
 def test_auto_scales_only_the_part_of_the_cost_that_depends_on_the_steps(
     trace_secs: float, shares_step: bool, size: int
 ) -> None:
-    sizer = CallSizer(None, num_workers=1, last_step=100_000)
+    sizer = CallSizer(None, num_workers=1, last_step=100_000, prepare_secs=10.0)
     sizer.go_by({1: trace_secs}, shares_step=shares_step)
     # Most of what a first call costs on a busy machine is the same for four steps.
     sizer.observe(1, 6.0, warming_up=True)

@@ -1,5 +1,6 @@
 """Steps that are begun before the push of earlier ones is applied."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import keras
@@ -96,13 +97,14 @@ def searched(
     last_step: int | None = 100_000,
     cost_secs: float = 0.1,
     *,
+    prepare_secs: float = 10.0,
     for_ever: bool = False,
 ) -> tuple[list[tuple[int, int]], str]:
     """The steps per call and the prefetch that a search uses, one after the other, and why the last ones stay.
 
     Two workers compute and wait for so long in each step, and a call that does nothing takes `call_ms`.
     """
-    search = PrefetchSearch(steps_per_call, 2, last_step, call_ms / 1e3)
+    search = PrefetchSearch(steps_per_call, 2, last_step, prepare_secs, call_ms / 1e3)
     used: list[tuple[int, int]] = []
     for _ in range(5_000):
         size, prefetch = search.steps_per_call, search.prefetch
@@ -151,14 +153,14 @@ def test_steps_per_call_that_are_given_stay(given: int, wait_ms: float, used: li
 
 
 def test_calls_that_are_given_are_made_after_some_single_steps() -> None:
-    search = PrefetchSearch(10, 1, 1_000, 0.01)
+    search = PrefetchSearch(10, 1, 1_000, 10.0, 0.01)
     assert search.next_size(100) == 1
     search.observe(10, 0.3, warming_up=False)
     assert (search.next_size(100), search.next_size(9), search.prefetch) == (10, 4, 4)
 
 
 def test_no_smaller_calls_are_prepared_near_the_end() -> None:
-    search = PrefetchSearch(None, 4, 2_000, 0.01)
+    search = PrefetchSearch(None, 4, 2_000, 10.0, 0.01)
     search.observe(10, 0.3, warming_up=False)
     assert search.steps_per_call > 1
     assert search.next_size(search.steps_per_call) == search.steps_per_call
@@ -178,3 +180,16 @@ def test_a_run_of_unknown_length_prepares_calls_when_it_has_lasted_as_long() -> 
 def test_calls_are_neither_long_nor_long_prepared() -> None:
     assert searched(2, 200, 100)[0][1:] == [(16, 4)]
     assert searched(2, 20, 12, cost_secs=4.0)[0][1:] == [(4, 4)]
+    assert searched(2, 20, 12, cost_secs=4.0, prepare_secs=40.0)[0][1:] == [(16, 4)]
+
+
+def test_calls_are_prepared_within_the_time_that_a_stop_leaves_them(run_dir: Path) -> None:
+    training = prepared(run_dir)
+    for grace_secs, size in ((20.0, 1), (40.0, 4)):
+        spec = replace(training.spec, grace_secs=grace_secs, last_step=1_000_000)
+        sizer = replace(training, spec=spec).sizer()
+        # Calls of four steps are expected to take 16 s.
+        sizer.go_by({1: 100.0}, shares_step=False)
+        sizer.observe(1, 9.0, warming_up=True)
+        sizer.observe(1_000, 10.0, warming_up=False)
+        assert sizer.steps_per_call == size
