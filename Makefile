@@ -22,7 +22,7 @@ help:
 	@echo "make lint    ruff, mypy, the order of the rooms and the rules of the code"
 	@echo "make matrix  lint's import checks, unit, oracle and Keras's own tests with the lowest and highest versions, 25 minutes"
 	@echo "make docs    the documentation, in build/site"
-	@echo "make bench   kdist beside its peers on this machine, 33 to 81 minutes; with QUICK=1 one model in 5 to 8;"
+	@echo "make bench   kdist beside its peers on this machine, 33 to 86 minutes; with QUICK=1 one model in 5 to 8;"
 	@echo "             with PEERS=torch beside PyTorch as well, which pip installs"
 
 mnist: $(READY)
