@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -79,11 +80,16 @@ def _git(*arguments: str) -> str | None:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("kdist", "tensorflow", "keras", "numpy", "hydra-core"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
+        found[package] = _installed(package) or str(getattr(sys.modules.get(package), "__version__", "unknown"))
     return found
+
+
+@cache
+def _installed(package: str) -> str | None:
+    """The version of an installed package; None if it has another name. To read it takes milliseconds."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def describe(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from kdist.data.base import element_spec, worker_dataset
 from kdist.errors import ConfigError
 from kdist.layers.initial_rows import made_on_servers
 from kdist.model.lookup_rounds import RowSource
-from kdist.model.names import variable_names
+from kdist.model.names import is_seed, variable_names
 from kdist.model.optimizer import leaves_other_rows_alone
 from kdist.model.replica_step import ReplicaStep
 from kdist.parameters.placement.blocks import ModelVariables
@@ -35,16 +35,21 @@ _MOST_BYTES = 2**31 - 2**20
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training spec with its model built, and the number of workers that share its steps."""
+    """A training spec with its model built, and the number of workers that share its steps.
+
+    Attributes:
+        traced_dataset: creates one worker's dataset; None if that is to be traced again, see `trace_dataset`.
+    """
 
     spec: TrainingSpec
     replica_step: ReplicaStep
     num_workers: int
+    traced_dataset: tf.types.experimental.ConcreteFunction | None
 
     def trace_dataset(self) -> tf.types.experimental.ConcreteFunction:
         """The function that creates one worker's dataset. Workers know only functions traced after they joined."""
         self.spec.data.trace_transfer(self.num_workers)
-        return _traced_dataset(self.spec, self.num_workers, len(self.replica_step.seeds))
+        return self.traced_dataset or _trace_dataset(self.spec, self.num_workers, len(self.replica_step.seeds))
 
     def check_assigned(self, strategy: str) -> None:
         """Refuses, with a `ConfigError`, a `tf.Variable` that each of several synchronous replicas would assign."""
@@ -203,15 +208,18 @@ def prepare(spec: TrainingSpec, num_workers: int, num_replicas: int = 1) -> Prep
     Raises:
         ConfigError: the model cannot be trained.
     """
-    # The model is built for the shape of a batch; only then is the number of its seeds known.
-    batch_spec, _ = element_spec(_traced_dataset(spec, num_workers, num_seeds=0))
+    # The model is built for the shape of a batch, and may have more seeds then; the last one is that of keras.random.
+    num_seeds = 1 + sum(map(is_seed, spec.model.variables))
+    dataset = _trace_dataset(spec, num_workers, num_seeds)
+    batch_spec, _ = element_spec(dataset)
     with made_on_servers() if spec.on_servers else nullcontext():
         epoch_at = spec.epoch_lengths.epoch_at if spec.epoch_lengths else None
         step = ReplicaStep(spec.model, batch_spec, epoch_at, num_replicas)
-    return PreparedTraining(spec, step, num_workers)
+    is_final = len(step.seeds) == num_seeds and not spec.on_servers
+    return PreparedTraining(spec, step, num_workers, dataset if is_final else None)
 
 
-def _traced_dataset(spec: TrainingSpec, num_workers: int, num_seeds: int) -> tf.types.experimental.ConcreteFunction:
+def _trace_dataset(spec: TrainingSpec, num_workers: int, num_seeds: int) -> tf.types.experimental.ConcreteFunction:
     return worker_dataset(
         spec.data, num_workers=num_workers, batch_size=spec.batch_size, num_seeds=num_seeds, seed=spec.seed
     )

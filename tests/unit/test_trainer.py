@@ -316,6 +316,22 @@ def test_a_dataset_without_a_batch_is_said_to_be_empty(run_dir: Path) -> None:
         kdist.Trainer(models.mlp, run_dir=run_dir).fit(dataset, steps=3, verbose=0)
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_process_that_trains_alone_traces_its_data_once(draws: bool, run_dir: Path) -> None:
+    x, y = toy_data()
+    traced = []
+
+    def batches(context: kdist.DataContext) -> tf.data.Dataset:
+        traced.append(context)
+        return tf.data.Dataset.from_tensors((x, y)).repeat()
+
+    layers = [keras.layers.Dropout(0.5)] if draws else []
+    model = keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    kdist.Trainer(model, run_dir=run_dir).fit(batches, steps=2, verbose=0)
+    assert len(traced) == 1
+
+
 def test_a_variable_that_tensorflow_cannot_send_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.strategies.prepared_training._MOST_BYTES", 100)
     x, y = toy_data()
