@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,48 +100,55 @@ def process_name(pid: int) -> str:
     """The name of a process.
 
     Raises:
-        OSError: it is gone.
+        OSError: it is gone, or has ended and nobody has asked how.
     """
-    return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    if rest.split(maxsplit=1)[0] == "Z":
+        raise ProcessLookupError(pid)
+    return name
 
 
-def tasks_running(under: int | None = None, *, and_fork_servers: bool = False) -> list[int]:
-    """Process ids of kdist's tasks and of what forks them; with `under`, those of that process's tasks.
+def is_task(pid: int) -> bool:
+    """Whether a process is a task of kdist that runs."""
+    return bool(_TASK.fullmatch(_name_or_none(pid)))
+
+
+def tasks_running(under: int, *, and_fork_servers: bool = False) -> list[int]:
+    """Process ids of the tasks that a process has started, itself or by fork servers.
 
     Args:
-        and_fork_servers: with `under`, also those of the processes that forked them.
+        and_fork_servers: also those of its fork servers.
     """
-    names: dict[int, str] = {}
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            # One that has ended and that nobody has asked how keeps its name.
-            if state != "Z":
-                names[int(entry.name)], parents[int(entry.name)] = process_name(int(entry.name)), int(parent)
-        except (OSError, ValueError):
-            continue
-    # A child has the name of its parent until it executes a program, as the filter of TensorFlow's messages does, or
-    # takes its own, as a task does.
-    unnamed = {pid for pid, parent in parents.items() if names[pid] == FORK_SERVER == names.get(parent)}
-    named = {pid: name for pid, name in names.items() if pid not in unnamed}
-    found = [pid for pid, name in named.items() if name == FORK_SERVER or _TASK.fullmatch(name)]
-    if under is None:
-        return found
-    servers = {pid for pid in found if names[pid] == FORK_SERVER and parents[pid] == under}
-    return [pid for pid in found if parents[pid] in {under, *servers} and (and_fork_servers or pid not in servers)]
+    started = children(under)
+    servers = [pid for pid in started if _name_or_none(pid) == FORK_SERVER]
+    # What a fork server has forked has its name until it takes its own, or executes a program, as the filter of
+    # TensorFlow's messages does.
+    started += [pid for server in servers for pid in children(server)]
+    return [*filter(is_task, started), *(servers if and_fork_servers else ())]
+
+
+def _name_or_none(pid: int) -> str:
+    try:
+        return process_name(pid)
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of all threads of a process; none if it is gone."""
+    found: list[int] = []
+    # Every test looks twice: pathlib would take ten times as long.
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found += map(int, file.read().split())
+    return found
 
 
 def descendants(pid: int) -> list[int]:
     """Process ids of the children of a process, and of theirs."""
-    try:
-        threads = [(thread / "children").read_text().split() for thread in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
-    children = [int(child) for of_thread in threads for child in of_thread]
-    return [*children, *(below for child in children for below in descendants(child))]
+    own = children(pid)
+    return [*own, *(below for child in own for below in descendants(child))]
 
 
 def ignores(pid: int, number: int) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 import keras  # noqa: F401 - it changes the environment, which no test may do
 import pytest
 from commands import Command
-from helpers import environment, free_addresses, result_of, tags_of, tasks_running, wait_until
+from helpers import environment, free_addresses, is_task, result_of, tags_of, tasks_running, wait_until
 
 from kdist.version import __version__
 
@@ -80,7 +80,7 @@ class Tasks:
         self._processes[task].wait()
 
     def servers_left(self) -> set[int]:
-        return self._servers & set(tasks_running())
+        return set(filter(is_task, self._servers))
 
     def end(self) -> None:
         """Kills what is left, by its own process id."""

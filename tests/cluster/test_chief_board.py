@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers import free_ports
@@ -14,7 +14,8 @@ from helpers import free_ports
 from kdist.cluster.network.tcp_timeouts import TcpTimeouts
 from kdist.cluster.processes import chief_board
 from kdist.cluster.processes.chief_board import AskedByTasks, Chief, tell_tasks
-from kdist.cluster.processes.child import end_children, start_child
+from kdist.cluster.processes.child import end_children
+from kdist.cluster.processes.forkserver import ForkServer, TaskProgram, fork_server, start_task
 from kdist.cluster.processes.server import TaskOptions
 from kdist.cluster.spec import ClusterSpec, Task
 from kdist.errors import ClusterError
@@ -28,15 +29,12 @@ PS = [Task("ps", 0), Task("ps", 1)]
 class ChiefsServer:
     """The server that a chief starts for itself, in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: ForkServer | None, log: Path) -> None:
         (port,) = free_ports(1)
         self.spec = ClusterSpec(ps=["127.0.0.1:1", "127.0.0.1:2"], worker=["127.0.0.1:3"], chief=f"127.0.0.1:{port}")
         options = TaskOptions({"chief": [self.spec.chief]}, "chief", 0, intra_op_threads=0, inter_op_threads=0)
-        self.process = start_child(
-            [sys.executable, "-m", "kdist.cluster.processes.server", options.to_json()],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        program = TaskProgram("kdist.cluster.processes.server", options.to_json(), os.environ, log, prints_to_log=True)
+        self.process = start_task(forks, program, start_timeout=60)
         self.tasks = [Chief(self.spec, task, 15) for task in PS]
         for task in self.tasks:
             task.wait_for_it(60)
@@ -51,10 +49,11 @@ class ChiefsServer:
 
 
 @pytest.fixture
-def server() -> Iterator[ChiefsServer]:
-    server = ChiefsServer()
-    yield server
-    server.end()
+def server(tasks_prepared: None, tmp_path: Path) -> Iterator[ChiefsServer]:
+    with fork_server(tmp_path / "forks.log") as forks:
+        server = ChiefsServer(forks, tmp_path / "chief.log")
+        yield server
+        server.end()
 
 
 def test_every_task_hears_that_the_chief_is_done(server: ChiefsServer) -> None:

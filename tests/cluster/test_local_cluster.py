@@ -58,9 +58,10 @@ def running(shape: ClusterShape, log_dir: Path, config: ClusterConfig | None = N
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides what tests of other files have prepared."""
-    monkeypatch.setattr(forkserver, "_shared", [])
+def nothing_is_prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides what other tests have prepared, unless a test uses it."""
+    if "tasks_prepared" not in request.fixturenames:
+        monkeypatch.setattr(forkserver, "_shared", [])
 
 
 def running_since(earlier: list[int]) -> list[int]:
@@ -184,6 +185,7 @@ def test_a_task_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytes
     assert cluster.pids == {}
 
 
+@pytest.mark.usefixtures("tasks_prepared")
 def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.processes.server.TaskOptions.to_json", lambda self: "not json")
     cluster = LocalCluster(ClusterShape(1, 1), tmp_path)
@@ -193,6 +195,7 @@ def test_a_task_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path, mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a port and lets a server have it")
+@pytest.mark.usefixtures("tasks_prepared")
 def test_nobody_else_gets_the_port_of_the_chief_or_of_a_task_that_is_restarted(tmp_path: Path) -> None:
     worker = Task("worker", 0)
     with running(ClusterShape(1, 1), tmp_path) as cluster:
@@ -267,6 +270,7 @@ def test_nothing_is_left_of_tasks_that_cannot_be_started(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds tasks")
+@pytest.mark.usefixtures("tasks_prepared")
 def test_workers_share_the_cores_with_those_that_join(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
 
@@ -288,6 +292,7 @@ def test_workers_share_the_cores_with_those_that_join(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a test choose the thread")
+@pytest.mark.usefixtures("tasks_prepared")
 def test_a_worker_says_that_it_was_told_to_leave_whichever_of_its_threads_got_the_signal(tmp_path: Path) -> None:
     worker = Task("worker", 1)
     with running(ClusterShape(0, 2), tmp_path) as cluster:
@@ -323,6 +328,7 @@ def test_tasks_have_the_environment_of_the_moment_they_start(tmp_path: Path, mon
     assert not says_much.search(second)
 
 
+@pytest.mark.usefixtures("tasks_prepared")
 def test_a_task_that_is_stopped_while_nobody_looks_is_killed_also_after_it_was_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +349,7 @@ def watchdogs() -> list[int]:
     return [pid for pid, command in commands.items() if command.exists() and b"watchdog.py" in command.read_bytes()]
 
 
+@pytest.mark.usefixtures("tasks_prepared")
 def test_a_watchdog_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kdist.cluster.local._GUARD_EXTRA_SECS", 0.5)
     worker = Task("worker", 0)
