@@ -19,10 +19,12 @@ def build(learning_rate: float = 0.1, compiled: bool = True, **compile_arguments
 
 
 def build_large(megabytes: float = 1.0) -> Any:
-    """A model with a hidden layer so large that its parameters take `megabytes`."""
+    """A model with a matrix so large that its parameters take `megabytes`."""
     import keras
 
-    layers = [keras.layers.Input((6,)), keras.layers.Dense(int(megabytes * 2**20 / 40))]
+    # Square, so that a step computes little.
+    units = int((megabytes * 2**20 / 4) ** 0.5) - 5
+    layers = [keras.layers.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(units)]
     model = keras.Sequential([*layers, keras.layers.Dense(3, activation="softmax")])
     model.compile(keras.optimizers.SGD(0.001), "sparse_categorical_crossentropy")
     return model

@@ -192,6 +192,8 @@ def test_a_folder_that_becomes_read_only_costs_warnings_until_it_can_be_written(
     checkpoint_disk.set("rw")
     run.wait_for(r"(?s)Read-only.*save  \| step")
     wait_until(lambda: _becomes(checkpoint_disk, "ro"), 20, "the file system is read-only")
+    # If no step followed the save before, there would be nothing to save at the end.
+    run.wait_for(r"(?s)Read-only.*save  \| step.*Read-only")
     run.process.send_signal(signal.SIGTERM)
     ended = run.end()
     assert lines(ended, "kdist: error: step ", "Read-only file system")
