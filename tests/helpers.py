@@ -111,7 +111,7 @@ def process_name(pid: int) -> str:
 
 def is_task(pid: int) -> bool:
     """Whether a process is a task of kdist that runs."""
-    return bool(_TASK.fullmatch(_name_or_none(pid)))
+    return bool(_TASK.fullmatch(_name_if_it_runs(pid)))
 
 
 def tasks_running(under: int, *, and_fork_servers: bool = False) -> list[int]:
@@ -121,14 +121,15 @@ def tasks_running(under: int, *, and_fork_servers: bool = False) -> list[int]:
         and_fork_servers: also those of its fork servers.
     """
     started = children(under)
-    servers = [pid for pid in started if _name_or_none(pid) == FORK_SERVER]
+    servers = [pid for pid in started if _name_if_it_runs(pid) == FORK_SERVER]
     # What a fork server has forked has its name until it takes its own, or executes a program, as the filter of
     # TensorFlow's messages does.
     started += [pid for server in servers for pid in children(server)]
     return [*filter(is_task, started), *(servers if and_fork_servers else ())]
 
 
-def _name_or_none(pid: int) -> str:
+def _name_if_it_runs(pid: int) -> str:
+    """Its name; empty if it has ended."""
     try:
         return process_name(pid)
     except OSError:

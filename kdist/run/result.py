@@ -80,13 +80,15 @@ def _git(*arguments: str) -> str | None:
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("kdist", "tensorflow", "keras", "numpy", "hydra-core"):
-        found[package] = _installed(package) or str(getattr(sys.modules.get(package), "__version__", "unknown"))
+        # TensorFlow is installed under several names.
+        imported = getattr(sys.modules.get(package), "__version__", "unknown")
+        found[package] = _installed_version(package) or imported
     return found
 
 
 @cache
-def _installed(package: str) -> str | None:
-    """The version of an installed package; None if it has another name. To read it takes milliseconds."""
+def _installed_version(package: str) -> str | None:
+    """The version of a package, which takes milliseconds to read; None if none is installed under that name."""
     with suppress(PackageNotFoundError):
         return version(package)
     return None
