@@ -156,7 +156,7 @@ class ParameterStore:
             for name in self._initial.keys() - stored.keys() - copies.keys():
                 # An optimizer that updates nothing has a learning rate all the same, which callbacks may set.
                 stored[name] = [StoredShard.whole(tf.Variable(self._initial[name].value, trainable=False))]
-        return NamedValues(stored, copies)
+        return NamedValues(stored, copies, are_remote=self.is_remote)
 
     def fill(self) -> None:
         """Sets the initial values of large variables and of slots, which may take a while; called once, at first."""

@@ -58,13 +58,19 @@ class NamedValues:
     Args:
         shards: the shards of each value by name, in the order of rows.
         copies: of each other value all variables that hold it, by name.
+        are_remote: whether other tasks hold the variables.
     """
 
     def __init__(
-        self, shards: Mapping[str, Sequence[StoredShard]], copies: Mapping[str, Sequence[tf.Variable]]
+        self,
+        shards: Mapping[str, Sequence[StoredShard]],
+        copies: Mapping[str, Sequence[tf.Variable]],
+        *,
+        are_remote: bool = False,
     ) -> None:
         self._shards = {**shards, **{name: [StoredShard.whole(first)] for name, (first, *_) in copies.items()}}
         self.copies = copies
+        self._are_remote = are_remote
         self._small = {id(variable): variable for variable in self.variables if not self._is_large(variable)}
         self._layouts: list[Layout] = []
         self._functions: dict[tuple[str, int], tf.types.experimental.ConcreteFunction] = {}
@@ -104,15 +110,13 @@ class NamedValues:
         return {name: value for portion in self.portions() for name, value in portion.items()}
 
     def portions(self, names: Collection[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Values by name: the small ones, one tensor per server and dtype, and then each large one by itself.
+        """Values by name: all small ones, and then each large one by itself.
 
         Args:
             names: of wanted values; all if None.
         """
         wanted = self._shards.keys() if names is None else names
-        flat: dict[int, np.ndarray] = {}
-        for fused, layout in zip(self._fuse_small(), self._layouts):
-            flat |= layout.split_array(fused.numpy())
+        flat = self._read_small()
         large = [name for name, shards in self._shards.items() if any(id(s.variable) not in flat for s in shards)]
         yield {
             name: np.concatenate([flat[id(s.variable)][s.start : s.stop] for s in shards]).reshape(self.shapes[name])
@@ -160,6 +164,15 @@ class NamedValues:
 
     def _is_large(self, variable: tf.Variable) -> bool:
         return variable.shape.num_elements() * variable.dtype.size > StoredShard.slice_bytes
+
+    def _read_small(self) -> dict[int, np.ndarray]:
+        """Small variables, flat, by their `id`; from a server comes one tensor per dtype."""
+        if not self._are_remote:
+            return {key: variable.numpy().ravel() for key, variable in self._small.items()}
+        flat: dict[int, np.ndarray] = {}
+        for fused, layout in zip(self._fuse_small(), self._layouts):
+            flat |= layout.split_array(fused.numpy())
+        return flat
 
     def _read_large(self, name: str) -> np.ndarray:
         value = np.empty(self.shapes[name], self._shards[name][0].variable.dtype.as_numpy_dtype)
