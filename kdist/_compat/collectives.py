@@ -9,9 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.distribute import cross_device_utils, multi_worker_util
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.distribute.distribute_lib import _batch_reduce_destination
 from tensorflow.python.eager import context
 
@@ -24,6 +23,8 @@ _COLLECTIVE_LEADER, _KEYS_OF_ROUND = "/job:worker/replica:0/task:0", 1000
 #: round.
 _MOST_IN_ONE_ROUND = 1 << 20
 _SENT_WHOLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+#: The numbers of rows that are gathered, if it varies: of each doubling eight, so that at most an eighth is padding.
+_SIZES = [rows << doubling for doubling in range(28) for rows in range(8, 16)]
 
 
 class NumberedMirroredStrategy(tf.distribute.MirroredStrategy):
@@ -123,16 +124,19 @@ def _configure_collectives(index: int) -> None:
 
 @functools.cache
 def number_collectives_when_traced() -> None:
-    """Numbers a collective once, when its function is traced, if its input has a static shape.
+    """Numbers a collective once, when its function is traced, if its input has a static shape, or is rows to gather.
 
     TensorFlow numbers it anew in every call, keeps a record of each number for good (1.6 KB), and asks the first worker
     for it. With one number, a process of two does not grow and calls 1.6 times as many small all-reduces a second. What
     it guards against does not happen here: all replicas trace the same functions, before the same call. Since
-    TensorFlow keeps the shape with the number, an input whose shape varies gets a new number in every call, as before.
+    TensorFlow keeps the shape with the number, rows whose number varies are padded to one of few sizes, each of which
+    has a number. Any other input whose shape varies gets a new number in every call, as before.
     """
-    for name in ("all_reduce", "_all_gather"):
-        original = getattr(CollectiveReplicaLauncher, name)
-        setattr(CollectiveReplicaLauncher, name, _numbered_when_traced(original))
+    launcher: Any = cross_device_utils.CollectiveReplicaLauncher
+    launcher.all_reduce = _numbered_when_traced(launcher.all_reduce)
+    launcher._all_gather = _in_few_sizes(_numbered_when_traced(launcher._all_gather))
+    # It pads rows to the largest number of any replica, and forgets their shape.
+    cross_device_utils._pad_util = _keeping_row_shape(cross_device_utils._pad_util)
 
 
 @functools.cache
@@ -143,7 +147,8 @@ def reduce_two_in_one_round() -> None:
     after twice the latency of the network. The first round of recursive doubling (Thakur, Rabenseifner and Gropp, 2005)
     is all that two workers need.
     """
-    CollectiveReplicaLauncher.all_reduce = _in_one_round(CollectiveReplicaLauncher.all_reduce)
+    launcher: Any = cross_device_utils.CollectiveReplicaLauncher
+    launcher.all_reduce = _in_one_round(launcher.all_reduce)
 
 
 def _in_one_round(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -175,3 +180,35 @@ def _numbered_when_traced(original: Callable[..., tf.Tensor]) -> Callable[..., t
             return original(launcher, tensor, *args, **options)
 
     return collective
+
+
+def _in_few_sizes(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    @functools.wraps(original)
+    def _all_gather(launcher: Any, rows: tf.Tensor, options: Any) -> tf.Tensor:
+        shape = rows.shape
+        varies = not tf.executing_eagerly() and shape.rank and shape[0] is None
+        if not varies or not shape[1:].is_fully_defined():
+            return original(launcher, rows, options)
+        keys, replicas, row_shape = launcher._collective_keys, launcher._group_size, list(shape[1:])
+        first_key, *_ = [keys.get_instance_key(launcher._group_key, launcher._device) for _ in _SIZES]
+        with tf.device(launcher._device):
+            number = tf.shape(rows)[0]
+            place = tf.searchsorted(_SIZES, [number])[0]
+            size = tf.gather(_SIZES, place)
+            padded = tf.pad(rows, [[0, size - number], *([0, 0] for _ in row_shape)])
+            with replaced(launcher, _next_instance_key=lambda: first_key + place):
+                gathered = original(launcher, padded, options)
+            of_each = tf.reshape(gathered, [replicas, size, *row_shape])[:, :number]
+            return tf.reshape(of_each, [replicas * number, *row_shape])
+
+    return _all_gather
+
+
+def _keeping_row_shape(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    @functools.wraps(original)
+    def pad(rows: tf.Tensor, *number: Any) -> tf.Tensor:
+        padded = original(rows, *number)
+        padded.set_shape(tf.TensorShape([None]).concatenate(rows.shape[1:]))
+        return padded
+
+    return pad

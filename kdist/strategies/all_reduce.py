@@ -24,7 +24,7 @@ from kdist.errors import TaskError
 from kdist.model.embedding_lookup import sum_duplicates
 from kdist.model.updates import ReplicaOutput
 from kdist.parameters.aggregation import dtype_of_total, finished, of_total, rule_of, weighted
-from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled
+from kdist.parameters.placement.messages import BlockUpdates, Overflow, Pulled, fuse_rows, unfuse_rows
 from kdist.strategies.base import TrainingSpec
 from kdist.strategies.call_logs import CallLogs, StepLogs
 from kdist.strategies.calls import Replica, run_steps
@@ -153,33 +153,49 @@ class AllReduce(StoreStrategy):
         for store, output, values, overflows in zip(self._stores, outputs, pulled, overflow):
             with tf.device(store.devices[0]):
                 each.append(weighted(store, replace(output, overflow=overflows), values))
-        first = each[0]
-        sparse = [key for key, change in first.items() if isinstance(change, tf.IndexedSlices)]
-        dense = [key for key in first if key not in sparse and not isinstance(key, Overflow)]
-        rules = {key: rule_of(self._store, key, first[key].dtype) for key in dense}
-        by_dtype: dict[tf.DType, list[Any]] = defaultdict(list)
-        for key in dense:
-            by_dtype[dtype_of_total(rules[key], first[key].dtype)].append(key)
-        for keys in by_dtype.values():
-            # All at once, so that TensorFlow packs them into one message, which is of one dtype.
-            own = [[changes[key] for key in keys] for changes in each]
-            totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in keys]))
-            for store, changes, of_replica in zip(self._stores, each, totals):
-                with tf.device(store.devices[0]):
-                    for key, total in zip(keys, of_replica):
-                        joined = of_total(rules[key], total, self.num_replicas, changes[key].dtype)
-                        changes[key] = tf.ensure_shape(joined, changes[key].shape)
-        for b in sparse:
-            shape = tf.constant(self._store.blocks.shape_of_block(b), tf.int64)
-            slices = [tf.IndexedSlices(changes[b].values, changes[b].indices, shape) for changes in each]
-            is_row_wise = self._store.blocks[b].is_row_wise
-            for changes, mean in zip(each, self._in_each_replica(partial(_mean_of, slices))):
-                changes[b] = sum_duplicates(mean) if is_row_wise else mean
+        sparse = [key for key, change in each[0].items() if isinstance(change, tf.IndexedSlices)]
+        self._exchange_dense(each, [key for key in each[0] if key not in sparse and not isinstance(key, Overflow)])
+        self._exchange_rows(each, sparse)
         exchanged = []
         for store, changes, output in zip(self._stores, each, outputs):
             with tf.device(store.devices[0]):
                 exchanged.append(finished(store, changes, self.num_replicas, output.phase))
         return exchanged
+
+    def _exchange_dense(self, each: Sequence[BlockUpdates], keys: Sequence[Any]) -> None:
+        """Joins changes of whole variables, given for each replica of this process by their keys."""
+        first = each[0]
+        rules = {key: rule_of(self._store, key, first[key].dtype) for key in keys}
+        by_dtype: dict[tf.DType, list[Any]] = defaultdict(list)
+        for key in keys:
+            by_dtype[dtype_of_total(rules[key], first[key].dtype)].append(key)
+        for alike in by_dtype.values():
+            # All at once, so that TensorFlow packs them into one message, which is of one dtype.
+            own = [[changes[key] for key in alike] for changes in each]
+            totals = self._in_each_replica(partial(_totals, own, [rules[key] for key in alike]))
+            for store, changes, of_replica in zip(self._stores, each, totals):
+                with tf.device(store.devices[0]):
+                    for key, total in zip(alike, of_replica):
+                        joined = of_total(rules[key], total, self.num_replicas, changes[key].dtype)
+                        changes[key] = tf.ensure_shape(joined, changes[key].shape)
+
+    def _exchange_rows(self, each: Sequence[BlockUpdates], keys: Sequence[int]) -> None:
+        """Joins changes of some rows of variables, as `_exchange_dense`."""
+        first, blocks = each[0], self._store.blocks
+        by_row: dict[tuple[tf.DType, tuple[int, ...]], list[int]] = defaultdict(list)
+        for b in keys:
+            by_row[first[b].dtype, blocks.shape_of_block(b)[1:]].append(b)
+        for alike in by_row.values():
+            dtypes, own = [first[b].indices.dtype for b in alike], []
+            for store, changes in zip(self._stores, each):
+                with tf.device(store.devices[0]):
+                    own.append(fuse_rows([changes[b] for b in alike]))
+            # TensorFlow takes three messages for each `tf.IndexedSlices`, and prepares two ways to exchange it.
+            means = self._in_each_replica(partial(_mean_of, own))
+            for store, changes, mean in zip(self._stores, each, means):
+                with tf.device(store.devices[0]):
+                    for b, rows in zip(alike, unfuse_rows(mean, dtypes)):
+                        changes[b] = sum_duplicates(rows) if blocks[b].is_row_wise else rows
 
     def _overflow(self, outputs: Sequence[ReplicaOutput]) -> Sequence[tf.Tensor | None]:
         """The overflow of all replicas together, for each of this process; None if the loss is not scaled."""

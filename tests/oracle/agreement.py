@@ -76,7 +76,8 @@ def build(optimizer: str, batch_size: int) -> Any:
 
     keras.utils.set_random_seed(11)
     numbers, ids = layers.Input((6,), name="numbers"), layers.Input((3,), dtype="int32", name="ids")
-    parts = [numbers, layers.Flatten()(layers.Embedding(50, 4)(ids)), layers.Flatten()(Embedding(50, 3)(ids))]
+    tables = [layers.Embedding(50, 4), layers.Embedding(40, 4), Embedding(50, 3)]
+    parts = [numbers, *(layers.Flatten()(table(ids)) for table in tables)]
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(layers.Concatenate()(parts))
     if optimizer in REDUCED:
         return reduced(optimizer, numbers, ids)
@@ -96,7 +97,7 @@ def reduced(how: str, numbers: Any, ids: Any) -> Any:
     import keras
     from keras import layers
 
-    vectors = layers.Embedding(50, 4, mask_zero=how == "masked")(ids)
+    vectors = layers.Add()([layers.Embedding(rows, 4, mask_zero=how == "masked")(ids) for rows in (50, 40)])
     # Layers that keep the mask.
     hidden = layers.LSTM(5, return_sequences=True)(vectors)
     model = keras.Model({"numbers": numbers, "ids": ids}, layers.Dense(3, activation="softmax")(hidden))

@@ -28,6 +28,29 @@ def unfuse(fused: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
+#: Of the number of a row in fused tables, so many bits are its number in its own; those above are that of its table.
+_ROW_BITS = 40
+
+
+def fuse_rows(tables: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """Rows of several tables, of one dtype and row shape, as those of one table; row numbers become int64."""
+    if len(tables) == 1:
+        return tables[0]
+    numbers = [tf.cast(table.indices, tf.int64) + (i << _ROW_BITS) for i, table in enumerate(tables)]
+    return tf.IndexedSlices(tf.concat([table.values for table in tables], 0), tf.concat(numbers, 0))
+
+
+def unfuse_rows(fused: tf.IndexedSlices, dtypes: Sequence[tf.DType]) -> list[tf.IndexedSlices]:
+    """Undoes `fuse_rows`, in any number and order of rows; `dtypes` are those of the row numbers of each table."""
+    if len(dtypes) == 1:
+        return [fused]
+    # A wrong id may be negative: it stays in its table, whose optimizer knows what to do with it.
+    tables = (fused.indices + (1 << (_ROW_BITS - 1))) // (1 << _ROW_BITS)
+    partitions, numbers = tf.cast(tables, tf.int32), fused.indices - tables * (1 << _ROW_BITS)
+    of_each = (tf.dynamic_partition(data, partitions, len(dtypes)) for data in (fused.values, numbers))
+    return [tf.IndexedSlices(rows, tf.cast(i, dtype)) for rows, i, dtype in zip(*of_each, dtypes)]
+
+
 @dataclass(frozen=True)
 class Wire:
     """The format in transit: larger floating-point tensors are rounded to `dtype`, to nearest; None rounds nothing."""

@@ -1,6 +1,7 @@
 """Each private name of TensorFlow's collectives means what kdist takes it for; tests of clusters join processes."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import weakref
@@ -79,6 +80,48 @@ def test_a_collective_gets_a_number_once_if_its_shape_is_static_and_otherwise_in
     assert once == "0 [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"
     assert int(each.split()[0]) > 0
     assert each.endswith("[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]")
+
+
+ROWS = """
+import tensorflow as tf
+from kdist._compat.collectives import NumberedMirroredStrategy, number_collectives_when_traced
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+number_collectives_when_traced()
+strategy = NumberedMirroredStrategy(["CPU:0", "CPU:1"])
+
+def summed(rows, number_less):
+    def own():
+        context = tf.distribute.get_replica_context()
+        last = tf.shape(rows)[0] - tf.where(context.replica_id_in_sync_group == 1, number_less, 0)
+        slices = tf.IndexedSlices(tf.identity(rows[:last]), tf.range(last), tf.constant([300, 2]))
+        return tf.convert_to_tensor(context.all_reduce("sum", slices))
+    return strategy.experimental_local_results(strategy.run(own))
+
+specs = tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)
+function = tf.function(summed, autograph=False).get_concrete_function(*specs)
+print(len(function.graph.deferred_external_captures))
+for number, number_less in [(1, 0), (1, 1), (8, 0), (9, 1), (17, 16), (200, 0), (200, 100), (3, 0)]:
+    rows = tf.range(1.0, 1.0 + number)[:, None] * [1.0, 10.0]
+    expected = sum(tf.pad(own, [[0, 300 - len(own)], [0, 0]]) for own in (rows, rows[: number - number_less]))
+    print(number, *(bool(tf.reduce_all(each == expected)) for each in function(rows, tf.constant(number_less))))
+"""
+
+
+def test_rows_whose_number_varies_are_gathered_under_few_numbers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS], capture_output=True, text=True, timeout=100, check=False, env=environment()
+    )
+    numbered_in_every_call, *sums = done.stdout.splitlines() or pytest.fail(done.stderr[-2000:])
+    assert numbered_in_every_call == "0"
+    assert sums == [f"{number} True True" for number in (1, 1, 8, 9, 17, 200, 200, 3)], done.stderr[-2000:]
+
+
+def test_sizes_of_gathered_rows_leave_little_room() -> None:
+    sizes = collectives._SIZES
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] < 2**31
+    assert all(larger - smaller <= smaller / 8 for smaller, larger in itertools.pairwise(sizes))
 
 
 ONE_ROUND = """

@@ -1,6 +1,7 @@
 """Replicas exchange few tensors, clipped as Keras clips gradients."""
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import models
@@ -10,9 +11,12 @@ import tensorflow as tf
 from helpers import toy_data
 
 import kdist
+from kdist.config.schema import MirroredOptions
 from kdist.model.optimizer import clip_gradients
 from kdist.parameters.aggregation import finished
 from kdist.parameters.store import ParameterStore
+from kdist.strategies import all_reduce
+from kdist.strategies.mirrored import Mirrored
 from kdist.strategies.prepared_training import prepare
 
 
@@ -65,3 +69,28 @@ def test_the_norm_of_gradients_of_several_dtypes_is_that_of_all() -> None:
     found = clip_gradients(keras.optimizers.SGD(global_clipnorm=1.0), gradients)
     np.testing.assert_allclose([found[0].numpy()[0], found[1].numpy()[0]], [0.6, 0.8], rtol=1e-6)
     assert (found[0].dtype, found[1].dtype) == (tf.float32, tf.float64)
+
+
+@pytest.mark.parametrize("num_tables", [2, 5])
+def test_rows_of_tables_of_one_width_are_exchanged_as_one(
+    num_tables: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = keras.layers.Input((num_tables + 1,), dtype="int32")
+    sizes = [(50 + i, 4) for i in range(num_tables)] + [(50, 3)]
+    vectors = [keras.layers.Embedding(*size)(ids[:, i]) for i, size in enumerate(sizes)]
+    model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Concatenate()(vectors)))
+    model.compile("sgd", "mse")
+    exchanged: list[int] = []
+    reduce = all_reduce.all_reduce
+
+    def noted(replica: Any, how: Any, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            exchanged.append(value.values.shape[-1])
+        return reduce(replica, how, value)
+
+    monkeypatch.setattr(all_reduce, "all_reduce", noted)
+    request = kdist.Trainer(model, run_dir=run_dir)._fit_of(np.zeros((8, num_tables + 1)), np.zeros(8), batch_size=4)
+    strategy = Mirrored(options=MirroredOptions(devices=1))
+    strategy.start(request.training_spec(request.training_data))
+    strategy.call(1)
+    assert sorted(exchanged) == [3, 4]

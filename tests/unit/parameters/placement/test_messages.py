@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.parameters.placement.messages import Wire, cut, fuse_by
+from kdist.parameters.placement.messages import Wire, cut, fuse_by, fuse_rows, unfuse_rows
 
 
 def rows(indices: list[int], num_columns: int, dtype: str) -> tf.IndexedSlices:
@@ -69,3 +69,23 @@ def test_groups_hold_as_much_as_fits() -> None:
     half = Wire.max_bytes // 2
     assert cut([half, half, 1, 3 * half, 1], lambda size: size) == [[half, half], [1], [3 * half], [1]]
     assert cut([], lambda size: size) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_of_tables_that_are_exchanged_as_one_stay_in_their_tables(dtype: str) -> None:
+    # A wrong id may be negative, or beyond the table.
+    indices = [[3, 3, 0], [], [-1, 7, 2**33], [0]], [[], [5, -2], [1], [0, 2]]
+    of_one, of_other = ([rows(numbers, 5, dtype) for numbers in of_replica] for of_replica in indices)
+    fused = [fuse_rows(tables) for tables in (of_one, of_other)]
+    gathered = tf.IndexedSlices(*(tf.concat([getattr(f, part) for f in fused], 0) for part in ("values", "indices")))
+    for i, table in enumerate(unfuse_rows(gathered, [tf.int64, tf.int32, tf.int64, tf.int32])):
+        assert table.indices.dtype == (tf.int32 if i % 2 else tf.int64)
+        assert table.values.shape[1:] == [5]
+        np.testing.assert_array_equal(table.indices, [*of_one[i].indices.numpy(), *of_other[i].indices.numpy()])
+        np.testing.assert_array_equal(table.values, np.concatenate([of_one[i].values, of_other[i].values]))
+
+
+def test_rows_of_one_table_are_exchanged_as_they_are() -> None:
+    table = rows([2, 5], 3, "float32")
+    assert fuse_rows([table]) is table
+    assert unfuse_rows(table, [tf.int64]) == [table]
