@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredShard, "slice_bytes", 1024)
 
 
-def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValues:
+def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True, are_remote: bool = True) -> NamedValues:
     """The values, or zeros: the rows of the table cut at `cuts`, kernel and bias in one vector."""
     whole = WHOLE if is_set else {name: np.zeros_like(value) for name, value in WHOLE.items()}
     table, kernel, bias = (whole[f"parameters/{name}"] for name in ("table", "kernel", "bias"))
@@ -47,7 +48,7 @@ def stored(cuts: Sequence[int] = (0, 511), *, is_set: bool = True) -> NamedValue
     parts["parameters/kernel"] = [StoredShard(vector, 0, kernel.shape)]
     parts["parameters/bias"] = [StoredShard(vector, 200, bias.shape)]
     copies = [tf.Variable(whole["global_step"]), tf.Variable(whole["global_step"])]
-    return NamedValues(parts, {"global_step": copies})
+    return NamedValues(parts, {"global_step": copies}, are_remote=are_remote)
 
 
 def save(values: NamedValues, folder: Path) -> Path:
@@ -175,9 +176,25 @@ def test_tasks_that_do_not_see_the_files_send_them_through_the_chief(
 def test_small_values_travel_in_tensors_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wire, "max_bytes", 100)
     variables = {f"parameters/{i}": tf.Variable(np.full(10, i, np.float32)) for i in range(5)}
-    values = NamedValues({name: [StoredShard.whole(variable)] for name, variable in variables.items()}, {})
+    whole = {name: [StoredShard.whole(variable)] for name, variable in variables.items()}
+    values = NamedValues(whole, {}, are_remote=True)
     assert [tensor.shape.num_elements() for tensor in values._fuse_small()] == [20, 20, 10]
     found = values.read()
     assert found.keys() == variables.keys()
     for name, variable in variables.items():
         np.testing.assert_array_equal(found[name], variable.numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("are_remote", [True, False])
+def test_small_values_of_this_process_are_read_without_a_function(
+    are_remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredShard, "slice_bytes", 1 << 20)
+    values, function = stored(are_remote=are_remote), Mock(wraps=tf.function)
+    monkeypatch.setattr(tf, "function", function)
+    found = values.read()
+    assert function.call_count == are_remote
+    assert found.keys() == WHOLE.keys()
+    for name, value in WHOLE.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
