@@ -20,7 +20,7 @@ from kdist.layers import Admission, Eviction
 from kdist.layers.initial_rows import mix_bits
 from kdist.model.embedding_lookup import TableGroup
 from kdist.model.names import AVERAGE
-from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, set_rows
+from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, resize_in_use, set_rows
 
 #: The bins of ages, and the share of `max_rows` that stays when the oldest rows go.
 _AGE_BINS, _LOW_WATER = 1024, 15 / 16
@@ -281,7 +281,11 @@ class DynamicTable:
         # By less than 2, so that what is given up is, together, soon large enough to be used again.
         capacity = tf.maximum(self._capacity.read_value() * 3 // 2, needed)
         for variable in [self._free, *self.columns.values()]:
-            resize(variable, used, capacity, self.sweep_rows)
+            if variable is self.vectors:
+                # Steps look up vectors without the lock.
+                resize_in_use(variable, used, capacity, self.sweep_rows)
+            else:
+                resize(variable, used, capacity)
         return self._capacity.assign(capacity)
 
     def _write(

@@ -51,10 +51,31 @@ def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Op
     return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=rows, updates=values)
 
 
-def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
-    """Moves the `used` rows of a variable that have values, a few at a time, to a place with more room; traced."""
-    shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
-    moved = tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
+def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor) -> None:
+    """Moves the `used` rows of a variable that have values to a place with more room; traced.
+
+    Rows should not be looked up meanwhile: TensorFlow would copy the whole variable first.
+    """
+    # In the other mode, TensorFlow would copy, too, and so need memory for rows that are not there yet.
+    may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    with tf.control_dependencies([may_share]):
+        rows = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    # Its true number of rows is not that of the variable's `shape`.
+    rows = tf.compat.v1.placeholder_with_default(rows, [None, *variable.shape[1:]])
+    replace_rows(
+        variable,
+        tf.raw_ops.TensorStridedSliceUpdate(
+            input=_room(variable, capacity),
+            begin=[0],
+            end=[tf.cast(used, tf.int32)],
+            strides=[1],
+            value=rows[:used],
+        ),
+    )
+
+
+def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
+    """As `resize`, a few rows at a time, while others look up rows; traced."""
 
     def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stop = tf.minimum(start + rows_at_once, used)
@@ -65,9 +86,16 @@ def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_
 
     zero = tf.zeros([], tf.int64)
     shapes = [zero.shape, tf.TensorShape([None, *variable.shape[1:]])]
-    _, moved = tf.while_loop(lambda start, _: start < used, move, [zero, moved], shapes, parallel_iterations=1)
+    first = [zero, _room(variable, capacity)]
+    _, moved = tf.while_loop(lambda start, _: start < used, move, first, shapes, parallel_iterations=1)
     with tf.control_dependencies([moved]):
         replace_rows(variable, moved)
+
+
+def _room(variable: tf.Variable, capacity: tf.Tensor) -> tf.Tensor:
+    """Memory for so many rows of a variable, which takes none before they are written."""
+    shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
+    return tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
 
 
 class RowLock:

@@ -61,11 +61,13 @@ class DynamicValues:
         """Gives rows to the ids that the layers of the model have, as new ones in that step."""
         for of_group, (_, tables) in zip(self.slices, self._groups):
             scalar, ids_spec = tf.TensorSpec([], tf.int32), of_group.columns[IDS]
-            put = of_group.traced("put", partial(_put, tables), scalar, ids_spec, of_group.columns["vectors"], scalar)
+            specs = scalar, ids_spec, of_group.columns["vectors"], scalar
             for table, layer in enumerate(tables[0].layers):
                 ids, rows = layer.ids, layer.rows
                 for start in range(0, len(ids), of_group.slice_rows):
                     chosen = slice(start, start + of_group.slice_rows)
+                    # Traced for the first ids: a new model has none.
+                    put = of_group.traced("put", partial(_put, tables), *specs)
                     put(*map(tf.constant, (np.int32(table), ids[chosen], rows[chosen], np.int32(step))))
 
     def hand_over(self) -> None:

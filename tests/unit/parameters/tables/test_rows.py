@@ -1,11 +1,56 @@
-"""Locks of rows."""
+"""Variables whose number of rows changes, and locks of rows."""
 
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+import pytest
 import tensorflow as tf
 from helpers import wait_until
 
-from kdist.parameters.tables.rows import RowLock
+from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, resize_in_use, set_rows
+
+
+@pytest.mark.parametrize("resized", [resize, partial(resize_in_use, rows_at_once=300)], ids=["alone", "in use"])
+@pytest.mark.parametrize(
+    ("dtype", "row_shape"), [("int32", ()), ("int64", ()), ("float32", (16,)), ("bfloat16", (3,)), ("float64", (3, 2))]
+)
+def test_rows_are_kept_and_new_ones_take_no_memory_before_they_are_written(
+    dtype: str, row_shape: tuple[int, ...], resized: Callable[..., None]
+) -> None:
+    variable = resizable_variable(row_shape, tf.as_dtype(dtype), 1000)
+    size = tf.TensorSpec([], "int64")
+    rows, of_rows = tf.TensorSpec([None], "int64"), tf.TensorSpec([None, *row_shape], dtype)
+
+    @tf.function(autograph=False, input_signature=[rows, of_rows])
+    def write(rows: tf.Tensor, values: tf.Tensor) -> None:
+        set_rows(variable, rows, values)
+
+    move = tf.function(partial(resized, variable), autograph=False).get_concrete_function(size, size)
+    values = tf.cast(np.random.default_rng(1).integers(0, 100, (2000, *row_shape)), dtype)
+    write(tf.range(1000, dtype="int64"), values[:1000])
+    before = most_resident_bytes(anew=True)
+
+    move(tf.constant(1000, "int64"), tf.constant(40_000_000, "int64"))
+    write(tf.range(1000, 2000, dtype="int64"), values[1000:])
+    move(tf.constant(2000, "int64"), tf.constant(50_000_000, "int64"))
+
+    np.testing.assert_array_equal(variable.sparse_read(tf.range(2000)), values)
+    # All rows together would take 160 MB and more.
+    assert most_resident_bytes() - before < 50 << 20
+
+
+def most_resident_bytes(*, anew: bool = False) -> int:
+    """The most memory that this process has ever had, or has from now on; see proc(5). 0 on other systems."""
+    if sys.platform != "linux":
+        return 0
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
 
 
 def test_a_lock_is_released_whatever_another_one_of_the_same_call_waits_for() -> None:
