@@ -44,12 +44,17 @@ class Slice:
         """Its place in the value, as TensorFlow's ops for checkpoints take it; empty if it is the whole value."""
         if not self.shape or (self.start, self.stop) == (0, self.shape[0]):
             return ""
-        return f"{' '.join(map(str, self.shape))} {self.start},{self.stop - self.start}" + ":-" * len(self.shape[1:])
+        return spec_of_rows(self.shape, self.start, self.stop - self.start)
 
     def place_in(self, shape: tf.TensorShape) -> slice:
         """Its rows in a variable of that shape; its elements if the variable is a vector of several values."""
         row_size = prod(shape[1:])
         return slice(self.offset // row_size, (self.offset + prod(self.own_shape)) // row_size)
+
+
+def spec_of_rows(shape: Sequence[int], start: int, count: int) -> str:
+    """Some rows of a tensor as TensorFlow's ops for checkpoints take them."""
+    return f"{' '.join(map(str, shape))} {start},{count}" + ":-" * len(shape[1:])
 
 
 class NamedValues:

@@ -27,7 +27,7 @@ from kdist.parameters.placement.messages import cut
 from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable, EvictedRows
 from kdist.parameters.tables.rows import replace_rows, resizable_variable
 from kdist.parameters.tables.table import Table
-from kdist.parameters.values.named_values import Slice, assign_rows, write_whole
+from kdist.parameters.values.named_values import Slice, assign_rows, spec_of_rows, write_whole
 from kdist.storage.tensorflow_paths import open_checkpoint
 
 #: The interval before all others: all rows have changed since.
@@ -291,11 +291,15 @@ class ChosenSlices(Slices):
                 present = tuple(np.flatnonzero(of_slice).tolist())
                 if not present:
                     continue
-                specs = tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 2], tf.int64)
-                function = self.traced(("save", server, present), partial(self._save, rows, present), *specs)
+                given = tf.TensorSpec([], tf.string), tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.string)
+                function = self.traced(("save", server, present), partial(self._save, rows, present), *given)
                 files.append(f"{label}-{server}-{number}")
-                where = np.stack([totals, end], 1)[list(present)]
-                arguments = f"{folder}/{files[-1]}", np.int64(number * self.slice_rows), where
+                specs = [
+                    self._spec_of(column, totals[table], end[table], of_slice[table])
+                    for table in present
+                    for column in self.names[table]
+                ]
+                arguments = f"{folder}/{files[-1]}", np.int64(number * self.slice_rows), specs
                 calls.append(partial(function, *map(tf.constant, arguments)))
                 end = end + of_slice
         empty = [table for table, total in enumerate(np.broadcast_to(totals, [len(self.names)])) if not total]
@@ -340,16 +344,19 @@ class ChosenSlices(Slices):
         """Lets every server take its rows from a checkpoint, in the place of the rows that their ids have."""
         shapes = open_checkpoint(Path(path)).get_variable_to_shape_map()
         columns = list(self.names[0])
-        specs = [tf.TensorSpec([], tf.string), tf.TensorSpec([len(columns)], tf.string), tf.TensorSpec([], tf.int32)]
-        load = self.traced("load", self._load, *specs, *[tf.TensorSpec([], tf.int64)] * 3)
+        texts = tf.TensorSpec([len(columns)], tf.string)
+        load = self.traced("load", self._load, tf.TensorSpec([], tf.string), texts, tf.TensorSpec([], tf.int32), texts)
         for table, names in enumerate(self.names):
             if names[IDS] not in shapes:
                 raise tf.errors.NotFoundError(None, None, f"{path} has no {names[IDS]}")
             total = shapes[names[IDS]][0]
             for start in range(0, total, self.slice_rows):
-                place = (np.int64(number) for number in (total, start, min(self.slice_rows, total - start)))
-                arguments = path, [names[column] for column in columns], np.int32(table), *place
-                load(*map(tf.constant, arguments))
+                specs = [self._spec_of(c, total, start, min(self.slice_rows, total - start)) for c in columns]
+                load(*map(tf.constant, (path, [names[column] for column in columns], np.int32(table), specs)))
+
+    def _spec_of(self, column: str, total: int, start: int, count: int) -> str:
+        """The place of rows of a table in the tensor of a column that has `total` rows."""
+        return spec_of_rows((total, *self.columns[column].shape[1:]), start, count)
 
     def _not_finite(self, floats: Sequence[str], check: Callable[[], tf.Tensor]) -> list[str]:
         """The names of floating-point columns that have NaN or infinity; of a group with many tables, of all."""
@@ -376,40 +383,35 @@ class ChosenSlices(Slices):
         return self.traced(("count", id(rows.num_rows)), count)().numpy().reshape(-1, num_tables)
 
     def _save(
-        self, rows: ServerRows, present: Sequence[int], prefix: tf.Tensor, start: tf.Tensor, places: tf.Tensor
+        self, rows: ServerRows, present: Sequence[int], prefix: tf.Tensor, start: tf.Tensor, specs: tf.Tensor
     ) -> tf.Tensor:
-        """Writes a slice; `places` says of each table how many rows there are in all, and where these begin."""
-        names, specs, tensors = list[str](), list[tf.Tensor](), list[tf.Tensor]()
+        """Writes a slice; `specs` are the places of its columns of the tables that are `present`, one after the other.
+
+        All that the chief knows is no part of the function: with many tables, its trace would take seconds.
+        """
         with tf.device(rows.device):
-            for number, table in enumerate(present):
-                chosen = self.rows_of(rows, start, int(table))
-                total, first = places[number, 0], places[number, 1]
-                for column, name in self.names[table].items():
-                    variable = rows.stored[column]
-                    names.append(name)
-                    specs.append(_slice_spec(variable.shape[1:], total, first, tf.size(chosen)))
-                    tensors.append(variable.sparse_read(chosen))
+            of_slice = tf.range(start, tf.minimum(start + self.slice_rows, rows.num_rows.read_value()))
+            # The first part are rows that are free.
+            tables = rows.stored[TABLES].sparse_read(of_slice) + 1
+            _, *of_tables = tf.dynamic_partition(of_slice, tables, len(self.names) + 1)
+            tensors = [rows.stored[column].sparse_read(of_tables[t]) for t in present for column in self.names[t]]
+        names = [name for table in present for name in self.names[table].values()]
         with tf.device(self._writer_of(rows.device)):
-            saved = tf.raw_ops.SaveV2(
-                prefix=prefix, tensor_names=names, shape_and_slices=tf.stack(specs), tensors=tensors
-            )
+            saved = tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=specs, tensors=tensors)
         with tf.control_dependencies([saved]), tf.device(self._chief):
             return tf.constant(True)
 
-    def _load(
-        self, path: tf.Tensor, names: tf.Tensor, table: tf.Tensor, total: tf.Tensor, start: tf.Tensor, count: tf.Tensor
-    ) -> None:
-        """Lets every server read a slice of a table, and take the rows of its ids."""
+    def _load(self, path: tf.Tensor, names: tf.Tensor, table: tf.Tensor, specs: tf.Tensor) -> None:
+        """Lets every server read a slice of a table, and take the rows of its ids; names and places by column."""
         columns = self.columns
         dtypes = {column: columns[column].dtype for column in self.names[0]}
-        specs = {c: _slice_spec(columns[c].shape[1:], total, start, count) for c in dtypes}
         ids_at = list(dtypes).index(IDS)
         for holder in self.tables:
             with tf.device(self._writer_of(holder.device)):
                 (ids,) = tf.raw_ops.RestoreV2(
                     prefix=path,
                     tensor_names=names[ids_at : ids_at + 1],
-                    shape_and_slices=tf.stack([specs[IDS]]),
+                    shape_and_slices=specs[ids_at : ids_at + 1],
                     dtypes=[tf.int64],
                 )
                 ids = tf.ensure_shape(ids, [None])
@@ -419,7 +421,7 @@ class ChosenSlices(Slices):
                     read = tf.raw_ops.RestoreV2(
                         prefix=path,
                         tensor_names=names,
-                        shape_and_slices=tf.stack(list(specs.values())),
+                        shape_and_slices=specs,
                         dtypes=list(dtypes.values()),
                     )
                     values = {
@@ -509,13 +511,6 @@ def _are_finite(device: str, variables: Sequence[tf.Variable]) -> tf.Tensor:
 def host_of(device: str) -> str:
     """The CPU of the task that has a device."""
     return tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string()
-
-
-def _slice_spec(row_shape: Any, total: tf.Tensor, start: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
-    """Some rows of a tensor as TensorFlow's ops for checkpoints take them."""
-    shape = tf.strings.as_string(tf.stack([total, *(tf.constant(size, tf.int64) for size in row_shape)]))
-    rows = tf.strings.join([tf.strings.as_string(start), ",", tf.strings.as_string(count)])
-    return tf.strings.join([tf.strings.reduce_join(shape, separator=" "), " ", rows, ":-" * len(row_shape)])
 
 
 def refuse(not_finite: Sequence[str]) -> None:
