@@ -299,7 +299,7 @@ def test_all_reduce_workers_with_another_config_are_named_by_all(tasks: Tasks) -
 
 def test_all_reduce_workers_are_lost_return_join_and_leave_in_one_run(tasks: Tasks) -> None:
     workers = free_addresses(3)
-    common = ["train.steps=1000000", "train.steps_per_call=4", "hooks.checkpoint.every_steps=100", "cluster.patience=3"]
+    common = ["train.steps=1000000", "train.steps_per_call=4", "hooks.checkpoint.every_steps=40", "cluster.patience=3"]
     chief = tasks.folder("worker:0") / "D"
     for task in ("worker:1", "worker:2", "worker:0"):
         tasks.start(task, *hosts(task, [], workers), *common)
@@ -313,7 +313,7 @@ def test_all_reduce_workers_are_lost_return_join_and_leave_in_one_run(tasks: Tas
         wait_until(lambda: len(made()) >= len(changes), PATIENCE, lambda: tasks.said("worker:0"))
         assert made() == list(changes)
 
-    wait_until(lambda: "save  | step    200" in tasks.said("worker:0"), PATIENCE, lambda: tasks.said("worker:0"))
+    wait_until(lambda: "save  | step     80" in tasks.said("worker:0"), PATIENCE, lambda: tasks.said("worker:0"))
     tasks.kill("worker:1")
     wait_for_changes("3w -> 2w")
     said = tasks.said("worker:0")
