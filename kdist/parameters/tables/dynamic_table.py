@@ -182,6 +182,10 @@ class DynamicTable:
     def take(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
         """As `FixedTable.take`; columns without values get initial ones."""
         self.remove(values[IDS], table)
+        self.take_new(table, values)
+
+    def take_new(self, table: tf.Tensor, values: dict[str, tf.Tensor]) -> None:
+        """As `take`, for ids without a row."""
         with self.lock.held([table, *values.values()]) as updates:
             rows = self._take(tf.size(values[IDS], tf.int64), updates)
             tables = tf.fill(tf.shape(rows), table)
@@ -197,7 +201,11 @@ class DynamicTable:
         return {name: column.sparse_read(rows) for name, column in self.stored.items()}
 
     def keys_here(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
-        return tf.equal(server_of(ids + self._shifts[table], self.num_servers), self.server)
+        return tf.equal(self.servers_of(ids, table), self.server)
+
+    def servers_of(self, ids: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+        """The numbers of the servers of ids of a table, int32 `[n]`."""
+        return server_of(ids + self._shifts[table], self.num_servers)
 
     def clear(self) -> None:
         """Forgets all rows; traced."""
@@ -280,12 +288,9 @@ class DynamicTable:
         """Makes room for at least `needed` rows, of which `used` have values."""
         # By less than 2, so that what is given up is, together, soon large enough to be used again.
         capacity = tf.maximum(self._capacity.read_value() * 3 // 2, needed)
-        for variable in [self._free, *self.columns.values()]:
-            if variable is self.vectors:
-                # Steps look up vectors without the lock.
-                resize_in_use(variable, used, capacity, self.sweep_rows)
-            else:
-                resize(variable, used, capacity)
+        # Steps look up vectors without the lock.
+        resize_in_use(self.vectors, used, capacity, self.sweep_rows)
+        resize([self._free, *(of for of in self.columns.values() if of is not self.vectors)], used, capacity)
         return self._capacity.assign(capacity)
 
     def _write(

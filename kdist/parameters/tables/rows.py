@@ -51,27 +51,24 @@ def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Op
     return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=rows, updates=values)
 
 
-def resize(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor) -> None:
-    """Moves the `used` rows of a variable that have values to a place with more room; traced.
+def resize(variables: Iterable[tf.Variable], used: tf.Tensor, capacity: tf.Tensor) -> None:
+    """Moves the `used` rows of variables that have values to places with more room; traced.
 
     Rows should not be looked up meanwhile: TensorFlow would copy the whole variable first.
     """
-    # In the other mode, TensorFlow would copy, too, and so need memory for rows that are not there yet.
-    may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
-    with tf.control_dependencies([may_share]):
-        rows = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    # Its true number of rows is not that of the variable's `shape`.
-    rows = tf.compat.v1.placeholder_with_default(rows, [None, *variable.shape[1:]])
-    replace_rows(
-        variable,
-        tf.raw_ops.TensorStridedSliceUpdate(
-            input=_room(variable, capacity),
-            begin=[0],
-            end=[tf.cast(used, tf.int32)],
-            strides=[1],
-            value=rows[:used],
-        ),
-    )
+    # Made once: the trace of a table has these operations for each of its columns.
+    size = _as_vector(capacity)
+    place = {"begin": tf.constant([0]), "end": _as_vector(used), "strides": tf.constant([1])}
+    for variable in variables:
+        # In the other mode, TensorFlow would copy, too, and so need memory for rows that are not there yet.
+        may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+        with tf.control_dependencies([may_share]):
+            rows = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+        # Its true number of rows is not that of the variable's `shape`.
+        rows = tf.compat.v1.placeholder_with_default(rows, [None, *variable.shape[1:]])
+        rows = tf.raw_ops.StridedSlice(input=rows, **place)
+        moved = tf.raw_ops.TensorStridedSliceUpdate(input=_room(variable, size), value=rows, **place)
+        replace_rows(variable, moved)
 
 
 def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
@@ -86,16 +83,21 @@ def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, r
 
     zero = tf.zeros([], tf.int64)
     shapes = [zero.shape, tf.TensorShape([None, *variable.shape[1:]])]
-    first = [zero, _room(variable, capacity)]
+    first = [zero, _room(variable, _as_vector(capacity))]
     _, moved = tf.while_loop(lambda start, _: start < used, move, first, shapes, parallel_iterations=1)
     with tf.control_dependencies([moved]):
         replace_rows(variable, moved)
 
 
-def _room(variable: tf.Variable, capacity: tf.Tensor) -> tf.Tensor:
-    """Memory for so many rows of a variable, which takes none before they are written."""
-    shape = tf.concat([[tf.cast(capacity, tf.int32)], tf.constant(variable.shape[1:].as_list(), tf.int32)], 0)
+def _room(variable: tf.Variable, size: tf.Tensor) -> tf.Tensor:
+    """Memory for `size` rows of a variable, int32 `[1]`, which takes none before they are written."""
+    row_shape = variable.shape[1:].as_list()
+    shape = tf.concat([size, tf.constant(row_shape, tf.int32)], 0) if row_shape else size
     return tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
+
+
+def _as_vector(number: tf.Tensor) -> tf.Tensor:
+    return tf.cast(number, tf.int32)[tf.newaxis]
 
 
 class RowLock:

@@ -7,7 +7,7 @@ Nothing passes through the chief but functions. What a server sends at once, and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 from kdist._compat.tensorflow import function_of_its_own
 from kdist.parameters.placement.blocks import StoredShard
 from kdist.parameters.placement.messages import cut
-from kdist.parameters.tables.dynamic_table import IDS, TABLES
+from kdist.parameters.tables.dynamic_table import IDS, TABLES, DynamicTable
 from kdist.parameters.values.dynamic_values import DynamicValues
 from kdist.parameters.values.named_values import NamedValues, Slice, assign_elements
 from kdist.parameters.values.slices import ChosenSlices, ServerRows, assign_run, read_run
@@ -110,29 +110,32 @@ def move_rows(old: DynamicValues, new: DynamicValues) -> None:
     """Gives the rows of all dynamic tables to tables on other servers, which have none."""
     for source, target in zip(old.slices, new.slices):
         # Each is traced once, whoever gives it rows.
-        takers = [function_of_its_own(holder.take) for holder in target.tables]
+        takers = {
+            table: function_of_its_own(table.take_new) for table in target.tables if isinstance(table, DynamicTable)
+        }
         for rows in source.rows:
-            give = _giver(source, rows, target, takers)
+            give = _giver(source, rows, takers)
             for start in range(0, int(rows.num_rows.numpy()), source.slice_rows):
                 for table in range(len(source.names)):
                     give(tf.constant(start, tf.int64), tf.constant(table, tf.int32))
 
 
 def _giver(
-    source: ChosenSlices, rows: ServerRows, target: ChosenSlices, takers: Sequence[Callable[..., object]]
+    source: ChosenSlices, rows: ServerRows, takers: Mapping[DynamicTable, Callable[..., object]]
 ) -> Callable[..., object]:
     """A function that gives rows of a table, from a row on, to the servers of their ids, by what takes them there."""
     columns = [column for column in rows.stored if column != TABLES]
+    any_taker = next(iter(takers))
 
     def give(start: tf.Tensor, table: tf.Tensor) -> None:
         with tf.device(rows.device):
             chosen = source.rows_of(rows, start, table)
-            values = {column: rows.stored[column].sparse_read(chosen) for column in columns}
-        for holder, take in zip(target.tables, takers):
+            servers = any_taker.servers_of(rows.stored[IDS].sparse_read(chosen), table)
+            of_servers = tf.dynamic_partition(chosen, servers, any_taker.num_servers)
+        for taker, take in takers.items():
             with tf.device(rows.device):
-                own = tf.boolean_mask(tf.range(tf.size(chosen)), holder.keys_here(values[IDS], table))
-                sent = {column: tf.gather(value, own) for column, value in values.items()}
-            with tf.device(holder.device):
+                sent = {column: rows.stored[column].sparse_read(of_servers[taker.server]) for column in columns}
+            with tf.device(taker.device):
                 take(table, sent)
 
     specs = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)

@@ -1,9 +1,7 @@
 """Variables whose number of rows changes, and locks of rows."""
 
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +12,12 @@ from helpers import wait_until
 from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, resize_in_use, set_rows
 
 
-@pytest.mark.parametrize("resized", [resize, partial(resize_in_use, rows_at_once=300)], ids=["alone", "in use"])
+@pytest.mark.parametrize("is_in_use", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "row_shape"), [("int32", ()), ("int64", ()), ("float32", (16,)), ("bfloat16", (3,)), ("float64", (3, 2))]
 )
 def test_rows_are_kept_and_new_ones_take_no_memory_before_they_are_written(
-    dtype: str, row_shape: tuple[int, ...], resized: Callable[..., None]
+    dtype: str, row_shape: tuple[int, ...], is_in_use: bool
 ) -> None:
     variable = resizable_variable(row_shape, tf.as_dtype(dtype), 1000)
     size = tf.TensorSpec([], "int64")
@@ -29,7 +27,13 @@ def test_rows_are_kept_and_new_ones_take_no_memory_before_they_are_written(
     def write(rows: tf.Tensor, values: tf.Tensor) -> None:
         set_rows(variable, rows, values)
 
-    move = tf.function(partial(resized, variable), autograph=False).get_concrete_function(size, size)
+    @tf.function(autograph=False, input_signature=[size, size])
+    def move(used: tf.Tensor, capacity: tf.Tensor) -> None:
+        if is_in_use:
+            resize_in_use(variable, used, capacity, rows_at_once=300)
+        else:
+            resize([variable], used, capacity)
+
     values = tf.cast(np.random.default_rng(1).integers(0, 100, (2000, *row_shape)), dtype)
     write(tf.range(1000, dtype="int64"), values[:1000])
     before = most_resident_bytes(anew=True)
