@@ -286,11 +286,12 @@ class DynamicTable:
 
     def _grow(self, used: tf.Tensor, needed: tf.Tensor) -> tf.Tensor:
         """Makes room for at least `needed` rows, of which `used` have values."""
+        size = self._capacity.read_value()
         # By less than 2, so that what is given up is, together, soon large enough to be used again.
-        capacity = tf.maximum(self._capacity.read_value() * 3 // 2, needed)
+        capacity = tf.maximum(size * 3 // 2, needed)
         # Steps look up vectors without the lock.
         resize_in_use(self.vectors, used, capacity, self.sweep_rows)
-        resize([self._free, *(of for of in self.columns.values() if of is not self.vectors)], used, capacity)
+        resize([self._free, *(of for of in self.columns.values() if of is not self.vectors)], size, capacity)
         return self._capacity.assign(capacity)
 
     def _write(

@@ -51,28 +51,27 @@ def set_rows(variable: tf.Variable, rows: tf.Tensor, values: tf.Tensor) -> tf.Op
     return tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=rows, updates=values)
 
 
-def resize(variables: Iterable[tf.Variable], used: tf.Tensor, capacity: tf.Tensor) -> None:
-    """Moves the `used` rows of variables that have values to places with more room; traced.
+def resize(variables: Iterable[tf.Variable], size: tf.Tensor, capacity: tf.Tensor) -> None:
+    """Moves the rows of variables with `size` rows to places with room for `capacity`; traced.
 
     Rows should not be looked up meanwhile: TensorFlow would copy the whole variable first.
     """
-    # Made once: the trace of a table has these operations for each of its columns.
-    size = _as_vector(capacity)
-    place = {"begin": tf.constant([0]), "end": _as_vector(used), "strides": tf.constant([1])}
+    # Made once: the trace of a table has the operations below for each of its columns.
+    new_size = _as_vector(capacity)
+    place = {"begin": tf.constant([0]), "end": _as_vector(size), "strides": tf.constant([1])}
     for variable in variables:
-        # In the other mode, TensorFlow would copy, too, and so need memory for rows that are not there yet.
+        # In the other mode, TensorFlow would copy, too.
         may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
         with tf.control_dependencies([may_share]):
             rows = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
         # Its true number of rows is not that of the variable's `shape`.
         rows = tf.compat.v1.placeholder_with_default(rows, [None, *variable.shape[1:]])
-        rows = tf.raw_ops.StridedSlice(input=rows, **place)
-        moved = tf.raw_ops.TensorStridedSliceUpdate(input=_room(variable, size), value=rows, **place)
+        moved = tf.raw_ops.TensorStridedSliceUpdate(input=_room(variable, new_size), value=rows, **place)
         replace_rows(variable, moved)
 
 
 def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
-    """As `resize`, a few rows at a time, while others look up rows; traced."""
+    """As `resize`, but only the `used` rows that have values, a few at a time, while others look up rows; traced."""
 
     def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stop = tf.minimum(start + rows_at_once, used)

@@ -1,5 +1,6 @@
 """Variables whose number of rows changes, and locks of rows."""
 
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,9 @@ from kdist.parameters.tables.rows import RowLock, resizable_variable, resize, re
 def test_rows_are_kept_and_new_ones_take_no_memory_before_they_are_written(
     dtype: str, row_shape: tuple[int, ...], is_in_use: bool
 ) -> None:
-    variable = resizable_variable(row_shape, tf.as_dtype(dtype), 1000)
+    # Of 32 MB.
+    count = (32 << 20) // (tf.as_dtype(dtype).size * math.prod(row_shape))
+    variable = resizable_variable(row_shape, tf.as_dtype(dtype), count)
     size = tf.TensorSpec([], "int64")
     rows, of_rows = tf.TensorSpec([None], "int64"), tf.TensorSpec([None, *row_shape], dtype)
 
@@ -28,23 +31,22 @@ def test_rows_are_kept_and_new_ones_take_no_memory_before_they_are_written(
         set_rows(variable, rows, values)
 
     @tf.function(autograph=False, input_signature=[size, size])
-    def move(used: tf.Tensor, capacity: tf.Tensor) -> None:
+    def move(size: tf.Tensor, capacity: tf.Tensor) -> None:
         if is_in_use:
-            resize_in_use(variable, used, capacity, rows_at_once=300)
+            resize_in_use(variable, size, capacity, rows_at_once=count // 100)
         else:
-            resize([variable], used, capacity)
+            resize([variable], size, capacity)
 
-    values = tf.cast(np.random.default_rng(1).integers(0, 100, (2000, *row_shape)), dtype)
-    write(tf.range(1000, dtype="int64"), values[:1000])
+    values = tf.cast(np.random.default_rng(1).integers(0, 100, (count + 1000, *row_shape), np.int8), dtype)
+    write(tf.range(count, dtype="int64"), values[:count])
     before = most_resident_bytes(anew=True)
 
-    move(tf.constant(1000, "int64"), tf.constant(40_000_000, "int64"))
-    write(tf.range(1000, 2000, dtype="int64"), values[1000:])
-    move(tf.constant(2000, "int64"), tf.constant(50_000_000, "int64"))
+    move(tf.constant(count, "int64"), tf.constant(9 * count, "int64"))
+    write(tf.range(count, count + 1000, dtype="int64"), values[count:])
 
-    np.testing.assert_array_equal(variable.sparse_read(tf.range(2000)), values)
-    # All rows together would take 160 MB and more.
-    assert most_resident_bytes() - before < 50 << 20
+    # All of it would take 288 MB, and another copy of the rows 32.
+    assert most_resident_bytes() - before < 56 << 20
+    np.testing.assert_array_equal(variable.sparse_read(tf.range(count + 1000)), values)
 
 
 def most_resident_bytes(*, anew: bool = False) -> int:
