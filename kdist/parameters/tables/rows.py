@@ -57,8 +57,7 @@ def resize(variables: Iterable[tf.Variable], size: tf.Tensor, capacity: tf.Tenso
     Rows should not be looked up meanwhile: TensorFlow would copy the whole variable first.
     """
     # Made once: the trace of a table has the operations below for each of its columns.
-    new_size = _as_vector(capacity)
-    place = {"begin": tf.constant([0]), "end": _as_vector(size), "strides": tf.constant([1])}
+    new_size, all_rows = _as_vector(capacity), tf.range(tf.cast(size, tf.int32))
     for variable in variables:
         # In the other mode, TensorFlow would copy, too.
         may_share = tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
@@ -66,8 +65,7 @@ def resize(variables: Iterable[tf.Variable], size: tf.Tensor, capacity: tf.Tenso
             rows = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
         # Its true number of rows is not that of the variable's `shape`.
         rows = tf.compat.v1.placeholder_with_default(rows, [None, *variable.shape[1:]])
-        moved = tf.raw_ops.TensorStridedSliceUpdate(input=_room(variable, new_size), value=rows, **place)
-        replace_rows(variable, moved)
+        replace_rows(variable, tf.raw_ops.InplaceUpdate(x=_room(variable, new_size), i=all_rows, v=rows))
 
 
 def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, rows_at_once: int) -> None:
@@ -76,7 +74,6 @@ def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, r
     def move(start: tf.Tensor, moved: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stop = tf.minimum(start + rows_at_once, used)
         rows = tf.range(start, stop)
-        # In place: a copy would need memory for rows that are not there yet.
         values = variable.sparse_read(rows)
         return stop, tf.raw_ops.InplaceUpdate(x=moved, i=tf.cast(rows, tf.int32), v=values)
 
@@ -89,7 +86,7 @@ def resize_in_use(variable: tf.Variable, used: tf.Tensor, capacity: tf.Tensor, r
 
 
 def _room(variable: tf.Variable, size: tf.Tensor) -> tf.Tensor:
-    """Memory for `size` rows of a variable, int32 `[1]`, which takes none before they are written."""
+    """Memory for `size` rows of a variable, int32 `[1]`, to be updated in place: it takes none before it is written."""
     row_shape = variable.shape[1:].as_list()
     shape = tf.concat([size, tf.constant(row_shape, tf.int32)], 0) if row_shape else size
     return tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False)
