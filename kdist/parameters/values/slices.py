@@ -363,10 +363,15 @@ class ChosenSlices(Slices):
         broken = {name for name, is_good in zip(floats, check().numpy()) if not is_good}
         return [name for names in self.names for column, name in names.items() if column in broken]
 
-    def rows_of(self, rows: ServerRows, start: tf.Tensor, table: Any) -> tf.Tensor:
+    def rows_of(self, rows: ServerRows, start: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
         """The rows of a table in a slice of all rows, int64 `[n]`; traced."""
+        of_slice, tables = self._slice_at(rows, start)
+        return tf.boolean_mask(of_slice, tf.equal(tables, table))
+
+    def _slice_at(self, rows: ServerRows, start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The rows of a slice, int64 `[n]`, and the table of each, int32 `[n]`, -1 if it is free; traced."""
         of_slice = tf.range(start, tf.minimum(start + self.slice_rows, rows.num_rows.read_value()))
-        return tf.boolean_mask(of_slice, tf.equal(rows.stored[TABLES].sparse_read(of_slice), table))
+        return of_slice, rows.stored[TABLES].sparse_read(of_slice)
 
     def _counts(self, rows: ServerRows) -> np.ndarray:
         """The number of rows of each table in each slice: int64 `[slices, tables]`."""
@@ -390,10 +395,9 @@ class ChosenSlices(Slices):
         All that the chief knows is no part of the function: with many tables, its trace would take seconds.
         """
         with tf.device(rows.device):
-            of_slice = tf.range(start, tf.minimum(start + self.slice_rows, rows.num_rows.read_value()))
+            of_slice, tables = self._slice_at(rows, start)
             # The first part are rows that are free.
-            tables = rows.stored[TABLES].sparse_read(of_slice) + 1
-            _, *of_tables = tf.dynamic_partition(of_slice, tables, len(self.names) + 1)
+            _, *of_tables = tf.dynamic_partition(of_slice, tables + 1, len(self.names) + 1)
             tensors = [rows.stored[column].sparse_read(of_tables[t]) for t in present for column in self.names[t]]
         names = [name for table in present for name in self.names[table].values()]
         with tf.device(self._writer_of(rows.device)):

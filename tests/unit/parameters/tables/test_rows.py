@@ -54,6 +54,7 @@ def most_resident_bytes(*, anew: bool = False) -> int:
     if sys.platform != "linux":
         return 0
     if anew:
+        # Of this process, so that no other test hides what this one needs.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
